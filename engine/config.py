@@ -1,0 +1,64 @@
+"""The engine's configuration: what a node that computes needs to know. Standard library only.
+
+The fields' docstrings are the flags' help; a role's own config extends this one.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from kvrelay.engine.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512MiB", "1.5 GiB" or "1048576".
+
+    Raises: ConfigError.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not match or match[2].upper() not in _UNITS:
+        raise ConfigError(f"size {text!r}: expected a number and a unit, such as 512MiB or 1GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the scheduler, the KV pool and the model runner are told."""
+
+    model: str = "smollm2"
+    """A Hugging Face directory, a hub id, or the embedded model's name."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model runs."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of weights, compute and KV; auto: the checkpoint's, and float32 where the CPU has no bfloat16."""
+    threads: int = 0
+    """CPU threads of the model; 0: as many as this process may run on."""
+    block_size: int = 16
+    """Tokens a KV block."""
+    kv_cache_size: str = "1GiB"
+    """Room for KV, as a size."""
+    num_blocks: int = 0
+    """Number of KV blocks; 0: as many as kv-cache-size holds."""
+    max_model_len: int = 0
+    """Longest prompt and output together, in tokens; 0: the model's own limit."""
+    max_num_seqs: int = 64
+    """Most sequences in one step."""
+    max_num_batched_tokens: int = 512
+    """Most tokens computed in one step; longer prompts are computed in chunks."""
+    prefix_caching: bool = True
+    """Reuse the KV blocks of equal prompt prefixes."""
+    watermark: float = 0.05
+    """Share of the KV blocks kept free for running requests to grow into when a new one is admitted."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        for name in ("threads", "num_blocks", "max_model_len"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must not be negative")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark = {self.watermark}: must be in [0, 1)")
+        parse_size(self.kv_cache_size)

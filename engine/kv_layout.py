@@ -1,0 +1,37 @@
+"""How KV lies in a pool, and whether two pools can exchange blocks as bytes.
+
+A pool is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block-major: one block of all layers, keys
+and values, is one contiguous run of `block_bytes` bytes.
+"""
+
+from dataclasses import dataclass, fields
+
+from kvrelay.engine.errors import LayoutMismatch
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """The shape of one block, without the number of blocks."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens a block
+    dtype: str
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // self.block_size
+
+    def check_same(self, theirs: "KVLayout") -> None:
+        """Raises: LayoutMismatch, naming the first field that differs."""
+        for field in fields(self):
+            mine, other = getattr(self, field.name), getattr(theirs, field.name)
+            if mine != other:
+                raise LayoutMismatch(field.name, mine, other)

@@ -1,0 +1,74 @@
+"""The words in which routers and nodes speak of a request's legs; the wire's messages become these at both ends.
+
+Standard library only.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvrelay.engine.errors import KvrelayError
+from kvrelay.engine.request import FinishReason, RequestKey
+
+
+class Leg(StrEnum):
+    """Which part of the race a node is asked to run."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A decode node that a prefill node is to keep a session with."""
+
+    epoch: str
+    connector_address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoffReport:
+    """One hand-off as the decode node saw it."""
+
+    kv_bytes: int
+    kv_blocks: int
+    cached_blocks: int
+    grant_ms: float  # offer seen -> granted
+    transfer_ms: float  # granted -> landed
+    transport: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LegReport:
+    """How a leg came to its first own token."""
+
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+    num_cached_tokens: int = 0
+    handoff: HandoffReport | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """New tokens of one choice of one leg, or the leg's end."""
+
+    key: RequestKey
+    choice: int = 0
+    first_token_index: int = 0
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: KvrelayError | None = None
+    report: LegReport | None = None
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """How busy a node says it is."""
+
+    num_free_blocks: int = 0  # free or only cached
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens not yet computed
+    tokens_per_s: float = 0.0  # rate seen lately; 0: unknown
+    sessions: frozenset[str] = frozenset()  # prefill nodes: epochs of the decode nodes they can push to

@@ -1,0 +1,141 @@
+"""What a request is: as validated (frozen, travels between nodes) and as it runs (one `Sequence` a choice).
+
+Standard library only: the router imports this too. What decides about requests is the scheduler; this file holds
+their facts and the rules by which a sequence stops.
+"""
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
+from typing import NamedTuple
+
+
+class RequestKey(NamedTuple):
+    """One try at one request: the name of everything that belongs to it, on every node."""
+
+    request_id: str
+    attempt: int
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended, in the words of the APIs."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when a choice ends. Validated at the router's edge, where `max_tokens` and `seed`
+    get their values if the client gave none."""
+
+    max_tokens: int
+    seed: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    bad_words: tuple[str, ...] = ()
+    n: int = 1
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A validated request, as the router made it and as every node sees it."""
+
+    key: RequestKey
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()  # a resumed request's output so far
+    priority: int = 0  # lower runs first
+    arrival: float = 0.0  # this process's clock: when it came in
+    deadline: float = float("inf")  # this process's clock
+    cache_salt: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV a prefill computes: the prompt, and a resumed request's output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+
+class Status(Enum):
+    """Where a sequence is. The scheduler alone moves it."""
+
+    WAITING = auto()  # in the queue, owns no blocks
+    REMOTE = auto()  # granted: a transfer owns its blocks and fills them
+    RUNNING = auto()
+    FINISHED = auto()  # owns no blocks
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request as it runs: its tokens, its blocks, how far it is computed.
+
+    num_computed_tokens catches up with num_tokens; what is between them is what a step may compute. A sequence
+    whose prompt is computed has exactly one token to go: the one sampled last.
+    """
+
+    request: Request
+    choice: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it first started
+    block_table: list[int] = field(default_factory=list)  # pool block of tokens [i*B, (i+1)*B)
+    block_hashes: list[bytes] = field(default_factory=list)  # of each full block of token_ids
+    status: Status = Status.WAITING
+    awaits_kv: bool = False  # another node is to fill its blocks; False again once they have landed
+    num_preemptions: int = 0
+    first_scheduled_at: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+
+    @property
+    def key(self) -> RequestKey:
+        return self.request.key
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def rank(self) -> tuple[int, float, RequestKey, int]:
+        """Order of service, lowest first: priority, then arrival. Total: no two sequences share one."""
+        return (self.request.priority, self.request.arrival, self.request.key, self.choice)
+
+
+def finish_reason(
+    sampling: SamplingParams, num_output_tokens: int, token_id: int, eos_token_ids: Container[int]
+) -> FinishReason | None:
+    """Why a choice ends with `token_id`, output token number `num_output_tokens` (from 1); None if it goes on.
+
+    Explicit stop ids count even where EOS is ignored; below min_tokens neither does.
+    """
+    if num_output_tokens >= sampling.min_tokens and (
+        token_id in sampling.stop_token_ids or (not sampling.ignore_eos and token_id in eos_token_ids)
+    ):
+        return FinishReason.STOP
+    if num_output_tokens >= sampling.max_tokens:
+        return FinishReason.LENGTH
+    return None
