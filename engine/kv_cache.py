@@ -1,0 +1,83 @@
+"""The memory of the KV pool: one piece, seen as a tensor by the kernels and as bytes by what moves them.
+
+Fresh memory costs several times a copy when it is first written, so a thread asks the kernel for the pages in the
+background (MADV_POPULATE_WRITE): that changes no byte, and cannot race with the engine or a transfer that writes there.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrelay.engine.config import EngineConfig, parse_size
+from kvrelay.engine.errors import ConfigError
+from kvrelay.engine.kv_layout import KVLayout
+
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; on an older kernel pages come at their first use
+_POPULATE_BYTES = 16 * 2**20  # a call: the wait of a close, and of whoever else changes the address space meanwhile
+
+
+class KVCache:
+    """The pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, buffer: Any = None) -> None:
+        """`buffer`: writable zeroed memory of num_blocks * block_bytes bytes to use instead of memory of our own, such
+        as a mapped memfd; it must outlive the cache. Raises: ConfigError if there is not that much memory."""
+        self.layout = layout
+        self.num_blocks = num_blocks
+        num_bytes = num_blocks * layout.block_bytes
+        try:
+            memory = mmap.mmap(-1, num_bytes, flags=_PRIVATE) if buffer is None else buffer
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"no memory for {num_blocks} KV blocks, {num_bytes} bytes: {error}") from error
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        self.pool: Tensor = flat.view(getattr(torch, layout.dtype)).view(shape)
+        self.region: np.ndarray[Any, np.dtype[np.uint8]] = flat.numpy().reshape(num_blocks, layout.block_bytes)
+        self._closed = threading.Event()
+        self._populating = threading.Thread(
+            target=self._populate, args=(flat.data_ptr(), num_bytes), name="kv-populate", daemon=True
+        )
+
+    def populate(self) -> None:
+        """Start to fetch the pool's pages in the background."""
+        self._populating.start()
+
+    def close(self) -> None:
+        """Stop fetching pages. The memory goes when the last view of it does."""
+        self._closed.set()
+        if self._populating.ident is not None:
+            self._populating.join()
+
+    def zero_slots(self, block_id: int, first_slot: int) -> None:
+        """Zero a block's slots [first_slot, block_size), in every layer, keys and values."""
+        self.pool[block_id, :, :, :, first_slot:] = 0
+
+    def _populate(self, address: int, num_bytes: int) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread alone: computing comes first
+        madvise = ctypes.CDLL(None).madvise  # lets other threads run, unlike mmap's own
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        start = address - address % mmap.PAGESIZE
+        for piece in range(start, address + num_bytes, _POPULATE_BYTES):
+            size = min(_POPULATE_BYTES, address + num_bytes - piece)
+            if self._closed.is_set() or madvise(piece, size, _MADV_POPULATE_WRITE):
+                return
+
+
+def num_blocks_for(config: EngineConfig, layout: KVLayout) -> int:
+    """How many blocks the configuration asks for. Raises: ConfigError if it is none."""
+    if config.num_blocks:
+        return config.num_blocks
+    num_blocks = parse_size(config.kv_cache_size) // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(
+            f"kv_cache_size = {config.kv_cache_size}: less than one block of {layout.block_size} tokens, "
+            f"{layout.block_bytes} bytes"
+        )
+    return num_blocks

@@ -1,0 +1,79 @@
+"""What a set of kernels offers: the operations of a decoder's forward pass, for one kind of device.
+
+Every implementation computes the same functions as `reference`, within its dtype's rounding; tests/conformance holds
+them to it. Kernels import nothing of kvrelay and know no model, no request and no scheduler.
+
+Shapes: T tokens of a batch (rows), S sequences, H heads, K KV heads, D head dim, R = D / 2, N blocks of the pool, B
+tokens a block, M block table entries, C input features, O output features.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A matrix [num_outputs, C] as the kernels that packed it want it; nobody else looks inside."""
+
+    data: Tensor
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Which rows of a batch belong to which sequence, and where the sequences' keys and values lie.
+
+    Rows [query_starts[s], query_starts[s+1]) are the last tokens of sequence s, which has seq_lens[s] tokens with them.
+    Rows beyond query_starts[S] are padding. Entries of a block table beyond ceil(seq_lens[s] / B) are never read.
+    """
+
+    query_starts: Tensor  # [S + 1]
+    seq_lens: Tensor  # [S]
+    block_tables: Tensor  # [S, M]
+
+
+class Kernels(Protocol):
+    """The operations a decoder is made of. None keeps state; all but `reshape_and_cache` return new tensors."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Batches whose number of rows is a multiple of this need no padding inside the kernels."""
+
+    def pack(self, weight_OC: Tensor) -> PackedWeight:
+        """Prepare a weight once, at load time. May keep the tensor itself, mapped file and all."""
+
+    def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
+        """x times the weight transposed, plus the bias. Returns [T, num_outputs]."""
+
+    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+        """Scale each row to a root mean square of one, then by the weight."""
+
+    def rotary(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        """Turn each head's pairs (i, i + R), R = D / 2, by the row's angles."""
+
+    def silu_mul(self, gate_TC: Tensor, up_TC: Tensor) -> Tensor:
+        """silu(gate) * up."""
+
+    def reshape_and_cache(self, k_TKD: Tensor, v_TKD: Tensor, kv_N2KBD: Tensor, slot_mapping_T: Tensor) -> None:
+        """Write each row's key and value into its slot of one layer; a slot of -1 is padding and writes nothing.
+
+        A slot is block * B + offset. Raises: ValueError if one lies outside the pool (CPU kernels only).
+        """
+
+    def paged_attention(
+        self,
+        q_THD: Tensor,
+        kv_N2KBD: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Causal attention of each row over its sequence's cached keys and values, its own among them.
+
+        `window`: a row sees itself and the window - 1 tokens before it; 0: all before it. `softcap`: scores become
+        softcap * tanh(scores / softcap); 0: as they are. Returns [T, H, D]; padding rows are zero.
+        """

@@ -1,0 +1,202 @@
+"""The reference kernels: plain torch, the definition of correct on every device. Not fast, and exact in one respect:
+
+They are batch-invariant. The bits of a row depend on that row (and in attention on its sequence up to it) alone: not
+on how many rows stand beside it, on its place among them, on where a prompt was cut into chunks, on the block size, or
+on the number of threads. So a token does not change with batch-mates or with the node that computes it. This is how:
+
+- Matrix products run on tiles of one fixed shape, so that the library below always takes the same path: ROWS rows at a
+  time, columns padded to a multiple of COLUMNS (a narrower remainder, also of one thread's share, takes a path that
+  sums in another order for some rows).
+- Attention multiplies tiles of ROWS queries and KEYS keys cut at absolute positions, takes the exact maximum over all,
+  and adds the tiles up in order. A key that a row does not see adds an exact zero.
+- Of functions that are not exactly rounded only exp and tanh are used, which torch computes by the same code wherever
+  an element stands. Its silu and sigmoid are not: the last elements of a tensor, or of a thread's share, take another.
+- Sums and softmax are in float32. A row's sum is one thread's work, except for a single row wider than 32,768.
+
+tests/conformance checks all of this on the machine at hand. Across kinds of CPU only closeness holds. Shapes: see base.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvrelay.kernels.base import AttentionBatch, PackedWeight
+
+ROWS = 16
+COLUMNS = 16
+KEYS = 64
+
+_MAX_QUERIES = 128  # of one sequence in one piece of work: bounds the memory that scores take
+_MAX_GATHERED_TOKENS = 16_384  # of all sequences in one piece of work
+
+
+class ReferenceKernels:
+    """Implements `base.Kernels` for any device."""
+
+    row_multiple = ROWS
+
+    def pack(self, weight_OC: Tensor) -> PackedWeight:
+        num_outputs = weight_OC.shape[0]
+        return PackedWeight(_pad_to_multiple(weight_OC, COLUMNS).contiguous(), num_outputs)
+
+    def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
+        num_rows = x_TC.shape[0]
+        x_TC = _pad_to_multiple(x_TC, ROWS).contiguous()
+        out_TO = x_TC.new_empty(x_TC.shape[0], weight.data.shape[0])
+        for start in range(0, num_rows, ROWS):
+            torch.mm(x_TC[start : start + ROWS], weight.data.t(), out=out_TO[start : start + ROWS])
+        out_TO = out_TO[:num_rows, : weight.num_outputs]
+        return out_TO if bias_O is None else out_TO + bias_O
+
+    def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
+        x = x_TC.float()
+        mean_square = x.square().sum(-1, keepdim=True) / x.shape[-1]
+        return (x * torch.rsqrt(mean_square + eps) * weight_C.float()).to(x_TC.dtype)
+
+    def rotary(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        first, second = x_THD.float().chunk(2, dim=-1)
+        cos, sin = cos_TR[:, None], sin_TR[:, None]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_THD.dtype)
+
+    def silu_mul(self, gate_TC: Tensor, up_TC: Tensor) -> Tensor:
+        gate = gate_TC.float()
+        return (gate / (1 + torch.exp(-gate)) * up_TC.float()).to(gate_TC.dtype)
+
+    def reshape_and_cache(self, k_TKD: Tensor, v_TKD: Tensor, kv_N2KBD: Tensor, slot_mapping_T: Tensor) -> None:
+        num_blocks, _, _, block_size, _ = kv_N2KBD.shape
+        rows = (slot_mapping_T >= 0).nonzero().flatten()
+        slots = slot_mapping_T[rows]
+        if slots.numel() and int(slots.max()) >= num_blocks * block_size:
+            raise ValueError(f"slot {int(slots.max())} lies outside a pool of {num_blocks} blocks of {block_size}")
+        blocks, offsets = slots // block_size, slots % block_size
+        kv_N2KBD[blocks, 0, :, offsets] = k_TKD[rows]
+        kv_N2KBD[blocks, 1, :, offsets] = v_TKD[rows]
+
+    def paged_attention(
+        self,
+        q_THD: Tensor,
+        kv_N2KBD: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        out_THD = torch.zeros_like(q_THD)
+        for piece in _pieces(batch.query_starts.tolist(), batch.seq_lens.tolist()):
+            rows_SQ = torch.tensor(piece.rows)[:, None] + torch.arange(piece.num_queries)
+            keys, values = _gather(kv_N2KBD, batch.block_tables, piece)
+            q_SQHD = q_THD[rows_SQ].float() * scale
+            out_THD[rows_SQ] = _attend(q_SQHD, keys, values, piece, window, softcap).to(q_THD.dtype)
+        return out_THD
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Attention computed in one go: the same number of consecutive queries of each of some sequences."""
+
+    sequences: list[int]
+    rows: list[int]  # of each one's first query
+    ends: list[int]  # position after each one's last query: how many keys it needs
+    num_queries: int
+
+
+def _pieces(query_starts: list[int], seq_lens: list[int]) -> Iterator[_Piece]:
+    """Long queries alone and cut; sequences with a single query together, like lengths with like."""
+    single: list[int] = []
+    for s, seq_len in enumerate(seq_lens):
+        start, end = query_starts[s], query_starts[s + 1]
+        if end - start == 1:
+            single.append(s)
+            continue
+        for row in range(start, end, _MAX_QUERIES):
+            num_queries = min(_MAX_QUERIES, end - row)
+            yield _Piece([s], [row], [seq_len - (end - row) + num_queries], num_queries)
+    single.sort(key=seq_lens.__getitem__, reverse=True)
+    while single:
+        longest = seq_lens[single[0]]
+        room = max(1, _MAX_GATHERED_TOKENS // longest)
+        group = [s for s in single[:room] if seq_lens[s] > longest // 2 or seq_lens[s] <= KEYS >= longest]
+        single = single[len(group) :]
+        yield _Piece(group, [query_starts[s] for s in group], [seq_lens[s] for s in group], 1)
+
+
+def _gather(kv_N2KBD: Tensor, block_tables_SM: Tensor, piece: _Piece) -> tuple[Tensor, Tensor]:
+    """A piece's keys [S*K, L, D] and values [S*K, L, V] in float32, L a multiple of KEYS, V >= D + 1 of COLUMNS.
+
+    Value column D is one, so that a product with the values also sums the weights. Values beyond a sequence's end are
+    zero whatever the pool holds there, for a weight of zero does not silence a NaN; keys there are hidden later.
+    """
+    _, _, num_kv_heads, block_size, head_dim = kv_N2KBD.shape
+    num_sequences, num_blocks = len(piece.sequences), -(-max(piece.ends) // block_size)
+    num_keys = num_blocks * block_size
+    gathered = kv_N2KBD[block_tables_SM[piece.sequences, :num_blocks].clamp(min=0)]  # [S, M, 2, K, B, D]
+    shape = (num_sequences, num_kv_heads, _round_up(num_keys, KEYS))
+    keys = gathered.new_empty((*shape, head_dim), dtype=torch.float32)
+    values = gathered.new_empty((*shape, _round_up(head_dim + 1, COLUMNS)), dtype=torch.float32)
+    in_blocks = (num_blocks, block_size)
+    torch.unflatten(keys[:, :, :num_keys], 2, in_blocks).copy_(gathered[:, :, 0].transpose(1, 2))
+    torch.unflatten(values[:, :, :num_keys, :head_dim], 2, in_blocks).copy_(gathered[:, :, 1].transpose(1, 2))
+    values[..., head_dim] = 1
+    values[..., head_dim + 1 :] = 0
+    for s, end in enumerate(piece.ends):
+        values[s, :, end:] = 0
+    return keys.flatten(0, 1), values.flatten(0, 1)
+
+
+def _attend(q_SQHD: Tensor, keys: Tensor, values: Tensor, piece: _Piece, window: int, softcap: float) -> Tensor:
+    """Attention of scaled queries over what `_gather` gave. Returns [S, Q, H, D] in float32."""
+    num_sequences, num_queries, num_heads, head_dim = q_SQHD.shape
+    num_problems, num_keys, _ = keys.shape
+    num_kv_heads = num_problems // num_sequences
+    group = num_heads // num_kv_heads
+
+    # The rows of one KV head are its queries, each with the heads that share the KV head, cut into tiles of ROWS.
+    q = torch.unflatten(q_SQHD, 2, (num_kv_heads, group)).transpose(1, 2).reshape(num_problems, -1, head_dim)
+    q = torch.unflatten(pad(q, (0, 0, 0, -q.shape[1] % ROWS)), 1, (-1, ROWS))  # [S*K, tiles, ROWS, D]
+    positions = torch.tensor(piece.ends)[:, None] + torch.arange(-num_queries, 0)
+    positions = positions.repeat_interleave(group, dim=1)
+    positions = torch.unflatten(pad(positions, (0, -positions.shape[1] % ROWS)), 1, (-1, ROWS))  # [S, tiles, ROWS]
+    positions = positions.to(q.device)
+
+    key_tiles = torch.unflatten(keys, 1, (-1, KEYS)).unbind(1)
+    value_tiles = torch.unflatten(values, 1, (-1, KEYS)).unbind(1)
+    # [key tiles, S*K, tiles, ROWS, KEYS]
+    scores = torch.stack([_product(q, tile.transpose(1, 2)) for tile in key_tiles])
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    key_positions = torch.arange(num_keys, device=q.device).view(-1, 1, 1, 1, 1, KEYS)
+    hidden = key_positions > positions[:, None, :, :, None]
+    if window:
+        hidden |= key_positions <= positions[:, None, :, :, None] - window
+    torch.unflatten(scores, 1, (num_sequences, num_kv_heads)).masked_fill_(hidden, -torch.inf)
+    weights = (scores - scores.amax(dim=(0, -1), keepdim=True)).exp_()
+
+    out = weights.new_zeros(*q.shape[:-1], values.shape[-1])
+    for tile_weights, tile in zip(weights, value_tiles, strict=True):
+        out += _product(tile_weights, tile)
+    out = out[..., :head_dim] / out[..., head_dim : head_dim + 1]
+    out = out.flatten(1, 2)[:, : num_queries * group]
+    return out.reshape(num_sequences, num_kv_heads, num_queries, group, head_dim).transpose(1, 2).flatten(2, 3)
+
+
+def _product(tiles: Tensor, matrices: Tensor) -> Tensor:
+    """[P, tiles, ROWS, X] times [P, X, Y], every product of ROWS rows on its own."""
+    if tiles.shape[1] == 1:
+        return torch.bmm(tiles[:, 0], matrices)[:, None]
+    num_tiles = tiles.shape[1]
+    return torch.stack(
+        [torch.bmm(rows, matrix.expand(num_tiles, -1, -1)) for rows, matrix in zip(tiles, matrices, strict=True)]
+    )
+
+
+def _pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
+    missing = -x.shape[0] % multiple
+    return pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,171 @@
+"""The model runner as the engine sees it: steps in, tokens out, one pool of KV."""
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.forward import make_sequence
+from support.tiny_model import make_tiny_model
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.errors import ConfigError, Internal
+from kvrelay.engine.kv_cache import KVCache
+from kvrelay.engine.kv_layout import KVLayout
+from kvrelay.engine.model_info import read_model_info
+from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.engine.step import Executor, Scheduled
+
+BAD_TOKEN = 200
+
+
+def load(folder: Path, **config: Any) -> ModelRunner:
+    return ModelRunner.load(read_model_info(folder), EngineConfig(**{"num_blocks": 40, "threads": 1, **config}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in which one token's embedding is NaN."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("model"))
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][BAD_TOKEN] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def runner(folder: Path) -> Iterator[ModelRunner]:
+    runner = load(folder)
+    yield runner
+    runner.close()
+
+
+def test_it_is_an_executor_with_the_models_layout(runner: ModelRunner) -> None:
+    executor: Executor = runner
+    assert executor.layout == KVLayout(num_layers=3, num_kv_heads=2, head_dim=12, block_size=16, dtype="float32")
+    assert executor.num_blocks == 40
+    assert executor.execute([]) == []
+    assert runner.max_model_len == 128
+
+
+def test_only_rows_that_reach_their_end_have_a_token(runner: ModelRunner) -> None:
+    part, whole = make_sequence(range(30), [0, 1]), make_sequence(range(5), [2])
+    results = runner.execute([Scheduled(part, 0, 10), Scheduled(whole, 0, 5)])
+    assert results[0] is None
+    assert isinstance(results[1], int)
+    assert runner.execute([Scheduled(part, 10, 29)]) == [None]
+    assert isinstance(runner.execute([Scheduled(part, 29, 30)])[0], int)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+def test_tokens_and_kv_are_the_same_alone_in_chunks_and_in_company(
+    runner: ModelRunner, sampling: dict[str, Any]
+) -> None:
+    prompt = list(range(40, 80))
+    alone = make_sequence(prompt, [0, 1, 2], **sampling)
+    chunked = make_sequence(prompt, [5, 4, 3], **sampling)
+    others = [make_sequence(range(i, i + 17), [10 + 2 * i, 11 + 2 * i], **sampling) for i in range(7)]
+    (expected,) = runner.execute([Scheduled(alone, 0, 40)])
+    runner.execute([Scheduled(chunked, 0, 7), *(Scheduled(other, 0, 16) for other in others)])
+    runner.execute([Scheduled(others[0], 16, 17), Scheduled(chunked, 7, 39)])
+    results = runner.execute([*(Scheduled(other, 16, 17) for other in others), Scheduled(chunked, 39, 40)])
+    assert results[-1] == expected
+    pool = runner.region.view(np.float32).reshape(40, 3, 2, 2, 16, 12)
+    assert np.array_equal(pool[[0, 1]], pool[[5, 4]])
+    assert np.array_equal(pool[2, ..., :8, :], pool[3, ..., :8, :])
+
+
+def test_a_row_with_nan_fails_alone(runner: ModelRunner) -> None:
+    good, bad, other = make_sequence(range(20), [0, 1]), make_sequence([1, BAD_TOKEN, 2], [2]), make_sequence([9], [3])
+    expected = [runner.execute([Scheduled(s, 0, s.num_tokens)])[0] for s in (good, other)]
+    results = runner.execute([Scheduled(s, 0, s.num_tokens) for s in (good, bad, other)])
+    assert [results[0], results[2]] == expected
+    assert isinstance(results[1], Internal)
+    # A block that held NaN serves the next sequence as any other.
+    reused = make_sequence(range(20), [2, 1])
+    assert runner.execute([Scheduled(reused, 0, 20)])[0] == expected[0]
+
+
+def test_a_step_writes_only_the_slots_of_its_tokens(runner: ModelRunner) -> None:
+    """G06: the batch is padded; no padding row may write, not even to the pool's last slot."""
+    runner.region[:] = 77
+    sequence = make_sequence(range(19), [4, 1])
+    runner.execute([Scheduled(sequence, 0, 19)])
+    pool = runner.region.reshape(40, 3, 2, 2, 16, 48)
+    written = (pool != 77).any(axis=(1, 2, 3, 5))
+    expected = np.zeros((40, 16), dtype=bool)
+    expected[4, :], expected[1, :3] = True, True
+    assert np.array_equal(written, expected)
+
+
+def test_zeroing_slots_leaves_those_before_them(runner: ModelRunner) -> None:
+    runner.region[:] = 1
+    runner.zero_slots(5, 3)
+    pool = runner.region.reshape(40, 3, 2, 2, 16, 48)
+    assert not pool[5, :, :, :, 3:].any()
+    assert pool.sum() == pool.size - 3 * 2 * 2 * 13 * 48
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_dtype_asked_for_is_that_of_kv_and_compute(folder: Path, dtype: str) -> None:
+    runner = load(folder, dtype=dtype)
+    assert runner.layout.dtype == dtype
+    assert runner.region.shape == (40, runner.layout.block_bytes)
+    assert isinstance(runner.execute([Scheduled(make_sequence([1, 2], [0]), 0, 2)])[0], int)
+    runner.close()
+
+
+def test_auto_takes_the_checkpoints_dtype_and_float32_where_the_cpu_has_no_bfloat16(tmp_path: Path) -> None:
+    capabilities = torch.cpu.get_capabilities()
+    has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    for stored, expected in {"float32": "float32", "bfloat16": "bfloat16" if has_bfloat16 else "float32"}.items():
+        runner = load(make_tiny_model(tmp_path / stored, torch_dtype=stored))
+        assert runner.layout.dtype == expected
+        runner.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"max_model_len": 129}, "max_model_len = 129: the model's own limit is 128"),
+        ({"num_blocks": 0, "kv_cache_size": "1KiB"}, "kv_cache_size = 1KiB: less than one block"),
+        ({"num_blocks": 2**50}, "no memory for"),
+        ({"device": "cuda"}, "device = cuda"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(folder: Path, config: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(folder, **config)
+    assert named in error.value.message
+
+
+def test_the_pool_takes_as_many_blocks_as_its_size_holds(folder: Path) -> None:
+    runner = load(folder, num_blocks=0, kv_cache_size="1MiB", max_model_len=100)
+    assert runner.num_blocks == 2**20 // runner.layout.block_bytes
+    assert runner.max_model_len == 100
+    runner.close()
+
+
+def test_a_pool_in_memory_from_outside_is_that_memory() -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype="bfloat16")
+    memory = mmap.mmap(-1, 3 * layout.block_bytes)
+    cache = KVCache(layout, 3, memory)
+    cache.pool[2] = 1.0
+    assert memory[2 * layout.block_bytes :] == b"\x80\x3f" * (layout.block_bytes // 2)
+    cache.region[0] = 5
+    assert memory[: layout.block_bytes] == b"\x05" * layout.block_bytes
+
+
+def test_fetching_the_pools_pages_in_the_background_changes_no_byte() -> None:
+    layout = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
+    cache = KVCache(layout, 1000)
+    cache.region[:500] = 3
+    cache.populate()
+    cache.region[500:] = 4
+    cache.close()
+    assert (cache.region[:500] == 3).all()
+    assert (cache.region[500:] == 4).all()
