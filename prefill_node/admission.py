@@ -1,0 +1,24 @@
+"""What a prefill node reserves: the whole prompt at once, and nothing beyond it. Pure.
+
+So a prompt that has started never needs another block: nothing is preempted here, and an offer names every block.
+"""
+
+from dataclasses import dataclass
+
+from kvrelay.engine.admission import LocalAdmission, Terms
+from kvrelay.engine.block_pool import blocks_for
+from kvrelay.engine.request import Request, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAdmission(LocalAdmission):
+    """The prompt's blocks, not one for the token that is sampled from it: that one is computed elsewhere."""
+
+    def terms(self, sequence: Sequence) -> Terms:
+        return Terms(
+            num_blocks=blocks_for(sequence.num_tokens, self.block_size),
+            max_cached_blocks=(sequence.num_tokens - 1) // self.block_size,
+        )
+
+    def most_blocks(self, request: Request) -> int:
+        return blocks_for(request.num_tokens, self.block_size)
