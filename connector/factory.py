@@ -1,0 +1,67 @@
+"""Makes the two halves from plain values: which transports there are is decided here and nowhere else."""
+
+from kvrelay.connector.base import WakeUp
+from kvrelay.connector.receiver import Receiver
+from kvrelay.connector.sender import Sender
+from kvrelay.connector.session import Identity
+from kvrelay.connector.transport.base import Reader, Region, Writer
+from kvrelay.connector.transport.inproc import InprocHub, InprocReader, InprocWriter
+from kvrelay.connector.transport.zmq import ZmqReader, ZmqWriter
+from kvrelay.engine.clock import Clock, MonotonicClock
+from kvrelay.engine.kv_layout import KVLayout
+
+
+def make_sender(
+    *,
+    region: Region,
+    layout: KVLayout,
+    fingerprint: str,
+    epoch: str,
+    secret: str,
+    wake_up: WakeUp,
+    clock: Clock | None = None,
+    hub: InprocHub | None = None,
+) -> Sender:
+    """P's half over `region`, P's pool as bytes. With a hub, D's on the same hub are reached through it."""
+    clock = clock or MonotonicClock()
+    _check_region(region, layout)
+    writers: list[Writer] = [ZmqWriter(region, clock)]
+    if hub is not None:
+        writers.insert(0, InprocWriter(hub, region))
+    identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, secret=secret)
+    return Sender(identity, writers, clock, wake_up)
+
+
+def make_receiver(
+    *,
+    region: Region,
+    layout: KVLayout,
+    fingerprint: str,
+    epoch: str,
+    secret: str,
+    wake_up: WakeUp,
+    bind: str = "127.0.0.1",
+    advertise: str = "",
+    control_port: int = 0,
+    data_port: int = 0,
+    clock: Clock | None = None,
+    hub: InprocHub | None = None,
+) -> Receiver:
+    """D's half over `region`, D's pool as bytes; listens when it returns. Ports of 0: any free ones.
+
+    Raises: ConfigError if an address cannot be bound.
+    """
+    clock = clock or MonotonicClock()
+    _check_region(region, layout)
+    readers: list[Reader] = [ZmqReader(region, clock, bind, data_port, advertise)]
+    if hub is not None:
+        readers.append(InprocReader(hub, epoch, region))
+    identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, secret=secret)
+    return Receiver(identity, region, readers, clock, wake_up, bind=bind, port=control_port, advertise=advertise)
+
+
+def _check_region(region: Region, layout: KVLayout) -> None:
+    assert region.dtype.itemsize == 1, "a region is bytes"
+    assert region.ndim == 2, "a region is [num_blocks, block_bytes]"
+    assert region.shape[1] == layout.block_bytes, "a block is a row"
+    assert region.flags.c_contiguous, "blocks lie one after another"

@@ -1,0 +1,382 @@
+"""KV bytes over ZMQ: each piece is a header and at most 1 MiB, packed from the granted blocks, received into them.
+
+Two-sided: D's reader thread checks each piece's session, grant and bounds before it touches a block, and counts each
+byte of a grant once, however often it comes. P packs by copying, so a block is P's again as soon as it is packed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq
+
+from kvrelay.connector import wire
+from kvrelay.connector.intervals import Intervals
+from kvrelay.connector.loop import Loop
+from kvrelay.connector.messages import Endpoint, GrantId
+from kvrelay.connector.sockets import Monitored, Prober, Sent, dealer, join_address, listen, send_to
+from kvrelay.connector.transport.base import Copy, ReaderEvents, Region, WriterEvents
+from kvrelay.connector.transport.queue import InHand, WriteQueue
+from kvrelay.engine.clock import Clock
+from kvrelay.engine.errors import ConfigError, InvalidArgument
+from kvrelay.engine.log import fields, get_logger
+
+log = get_logger(__name__)
+
+NAME = "zmq"
+PIECE_BYTES = wire.MAX_PIECE_BYTES
+_MAX_QUEUED = 4  # pieces, at each end of a connection
+_MAX_WRITES = 16  # pieces written before a monitor has its turn
+_MAX_READS = 16  # pieces handled before a monitor has its turn
+_MAX_GAPS = 65_536  # in what has come of one grant
+_STOP_S = 5.0
+
+
+# --- P ------------------------------------------------------------------------------------------------------------
+
+
+class ZmqWriter:
+    """P's side: one connection and one thread for each session."""
+
+    name = NAME
+
+    def __init__(self, region: Region, clock: Clock) -> None:
+        self._region = region
+        self._clock = clock
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: list[ZmqLink] = []
+
+    def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> "ZmqLink":
+        self._links = [link for link in self._links if link.is_running()]
+        link = ZmqLink(self._region, self._clock, self._context, session_nonce, address, events)
+        self._links.append(link)
+        return link
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        num_stuck = sum(not link.join(_STOP_S) for link in self._links)
+        if num_stuck == 0:
+            self._context.term()
+        else:
+            log.error("writers_stuck", extra=fields(transport=NAME, num_threads=num_stuck))
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Copies that lie one after another in the grant's run of bytes, at most PIECE_BYTES in all."""
+
+    offset: int
+    size: int = 0
+    copies: list[Copy] = field(default_factory=list)
+
+
+class ZmqLink:
+    """One data connection to a D. `write`, `stop` and `close` may be called from any thread."""
+
+    def __init__(
+        self,
+        region: Region,
+        clock: Clock,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        session_nonce: bytes,
+        address: str,
+        events: WriterEvents,
+    ) -> None:
+        self._region = region
+        self._context = context
+        self._session_nonce = session_nonce
+        self._address = address
+        self._events = events
+        self._queue: WriteQueue[_Piece] = WriteQueue()
+        self._connection: Monitored | None = None
+        self._is_greeted = False
+        self._buffer = np.empty(PIECE_BYTES, np.uint8)
+        self._loop = Loop(f"kv-write-{NAME}", clock)
+        self._loop.start()
+        self._loop.post(self._dial)
+
+    def write(self, grant: GrantId, copies: Sequence[Copy]) -> None:
+        self._queue.put(grant, _pieces(copies, self._region.shape[1]))
+        self._loop.post(self._watch)
+
+    def stop(self, grant: GrantId) -> bool:
+        return self._queue.stop(grant)
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._loop.post(self._hang_up)
+        self._loop.stop(0)
+
+    def is_running(self) -> bool:
+        return self._loop.is_running()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the thread has ended; after `close` only."""
+        return self._loop.stop(timeout_s)
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _dial(self) -> None:
+        socket = dealer(
+            self._context,
+            max_queued=_MAX_QUEUED,
+            max_bytes=wire.MAX_HEADER_BYTES,
+            routing_id=_routing_id(self._session_nonce),
+        )
+        self._connection = Monitored(self._loop, socket, lambda: self._fail("the data connection ended"))
+        self._connection.watch(zmq.POLLOUT, self._greet)
+        if wrong := self._connection.connect(self._address):
+            self._fail(wrong)
+
+    def _greet(self) -> None:
+        """The first message only tells D that the connection is there; its routing id says which session's."""
+        self._is_greeted = True
+        self._send([b""])
+        self._watch()
+
+    def _watch(self) -> None:
+        """Wait for room while there is something to write, and for D's probes always."""
+        if self._connection is not None and self._is_greeted:
+            self._connection.watch(zmq.POLLIN | (zmq.POLLOUT if self._queue else 0), self._ready)
+
+    def _ready(self) -> None:
+        for _ in range(_MAX_WRITES):
+            if self._connection is None:
+                return
+            events = self._connection.socket.getsockopt(zmq.EVENTS)
+            assert isinstance(events, int)
+            if events & zmq.POLLIN:
+                self._connection.socket.recv_multipart(zmq.NOBLOCK)  # a probe; it says nothing
+            if not events & zmq.POLLOUT:
+                return
+            if not self._write_piece():
+                self._watch()
+                return
+
+    def _write_piece(self) -> bool:
+        """Whether there was one."""
+        work = self._queue.begin()
+        if work is None:
+            return False
+        grant, piece = work
+        self._pack(piece)
+        if self._queue.end():
+            self._events.writer_idle(grant)
+        elif self._send([wire.encode_header(grant, piece.offset, piece.size), self._buffer[: piece.size].data]):
+            self._events.written(grant, piece.size)
+        return True
+
+    def _pack(self, piece: _Piece) -> None:
+        at = 0
+        for copy in piece.copies:
+            self._buffer[at : at + copy.size] = self._region[copy.source_block, copy.start : copy.start + copy.size]
+            at += copy.size
+
+    def _send(self, frames: "list[bytes | memoryview]") -> bool:
+        """ZMQ takes its own copy of the frames: measured as fast as lending it the buffer, and nothing to wait for."""
+        assert self._connection is not None
+        try:
+            self._connection.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._fail(f"cannot send: {error}")
+            return False
+        return True
+
+    def _fail(self, reason: str) -> None:
+        self._hang_up()
+        self._events.write_failed(self._session_nonce, reason)
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _pieces(copies: Sequence[Copy], block_bytes: int) -> Iterator[_Piece]:
+    """Cut and join copies, in the order of their places in the grant, into pieces as large as allowed."""
+    piece: _Piece | None = None
+    for copy in sorted(copies, key=lambda copy: (copy.index, copy.start)):
+        start, end = copy.start, copy.start + copy.size
+        while start < end:
+            offset = copy.index * block_bytes + start
+            if piece is None or piece.size == PIECE_BYTES or piece.offset + piece.size != offset:
+                if piece is not None:
+                    yield piece
+                piece = _Piece(offset)
+            size = min(end - start, PIECE_BYTES - piece.size)
+            piece.copies.append(Copy(copy.source_block, copy.target_block, copy.index, start, size))
+            piece.size += size
+            start += size
+    if piece is not None:
+        yield piece
+
+
+# --- D ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Target:
+    """Where a live grant's bytes go, and which of them have come."""
+
+    block_ids: tuple[int, ...]
+    size: int
+    received: Intervals = field(default_factory=Intervals)
+
+    def check(self, offset: int, size: int) -> None:
+        """Raises: InvalidArgument for a piece that reaches outside the grant, or scatters it beyond reason."""
+        if not size or offset + size > self.size:
+            raise InvalidArgument("offset", offset, f"{size} bytes from there do not lie in a grant of {self.size}")
+        if len(self.received) >= _MAX_GAPS:
+            raise InvalidArgument("offset", offset, f"the grant has {_MAX_GAPS} gaps already")
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """The data connection that an open session may have."""
+
+    session_nonce: bytes
+    is_up: bool = False  # P has greeted on it
+
+
+class ZmqReader:
+    """D's side: one bound socket and one thread for all sessions."""
+
+    one_sided = False
+
+    def __init__(self, region: Region, clock: Clock, bind: str, port: int, advertise: str) -> None:
+        self.num_dropped = 0
+        self._region = region
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._socket, bound_port = listen(self._context, bind, port, max_queued=_MAX_QUEUED, max_bytes=PIECE_BYTES)
+        except ConfigError:
+            self._context.term()
+            raise
+        self.endpoint = Endpoint(NAME, join_address(advertise or bind, bound_port))
+        self._events: ReaderEvents | None = None
+        self._in_hand = InHand()  # its lock guards the next two as well
+        self._targets: dict[GrantId, _Target] = {}
+        self._connections: dict[bytes, _Connection] = {}  # by routing id
+        self._monitored: Monitored | None = None
+        self._loop = Loop(f"kv-read-{NAME}", clock)
+        self._prober = Prober(self._loop, self._probe)
+
+    def start(self, events: ReaderEvents) -> None:
+        self._events = events
+        self._loop.start()
+        self._loop.post(self._listen)
+
+    def begin_session(self, session_nonce: bytes) -> None:
+        with self._in_hand.lock:
+            self._connections[_routing_id(session_nonce)] = _Connection(session_nonce)
+
+    def end_session(self, session_nonce: bytes) -> None:
+        with self._in_hand.lock:
+            self._connections.pop(_routing_id(session_nonce), None)
+
+    def accept(self, grant: GrantId, block_ids: Sequence[int]) -> None:
+        target = _Target(tuple(block_ids), len(block_ids) * self._region.shape[1])
+        with self._in_hand.lock:
+            self._targets[grant] = target
+
+    def stop(self, grant: GrantId) -> bool:
+        with self._in_hand.lock:
+            self._targets.pop(grant, None)
+            return self._in_hand.stop(grant)
+
+    def close(self) -> None:
+        if not self._loop.is_running():  # D could not start
+            self._socket.close()
+        self._loop.post(self._hang_up)
+        if self._loop.stop(_STOP_S):
+            self._context.term()
+        else:
+            log.error("reader_stuck", extra=fields(transport=NAME))
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        self._monitored = Monitored(self._loop, self._socket, self._prober.start)
+        self._monitored.watch(zmq.POLLIN, self._read)
+
+    def _hang_up(self) -> None:
+        self._prober.stop()
+        if self._monitored is not None:
+            self._monitored.close()
+
+    def _read(self) -> None:
+        for _ in range(_MAX_READS):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError:
+                return
+            try:
+                self._take(frames[0].bytes, frames[1:])
+            except InvalidArgument as error:
+                self.num_dropped += 1
+                log.debug("piece_dropped", extra=fields(error=error.message))
+
+    def _take(self, routing_id: bytes, frames: "list[zmq.Frame]") -> None:
+        if len(frames) == 1 and not frames[0].bytes:
+            self._greeted(routing_id)
+            return
+        if len(frames) != 2:
+            raise InvalidArgument("frames", len(frames), "must be 2")
+        grant, offset, size = wire.decode_header(frames[0].bytes)
+        if routing_id != _routing_id(grant.session_nonce):
+            raise InvalidArgument("session_nonce", grant.session_nonce, "is not this connection's")
+        data = np.frombuffer(frames[1].buffer, np.uint8)
+        if len(data) != size:
+            raise InvalidArgument("size", size, f"the piece has {len(data)} bytes")
+        with self._in_hand.lock:
+            target = self._targets.get(grant)
+            if target is None:
+                raise InvalidArgument("grant", grant.key, "is not live")
+            target.check(offset, size)
+            self._in_hand.begin(grant)
+        self._scatter(target.block_ids, offset, data)
+        self._finish(grant, target, offset, size)
+
+    def _greeted(self, routing_id: bytes) -> None:
+        with self._in_hand.lock:
+            connection = self._connections.get(routing_id)
+            if connection is not None:
+                connection.is_up = True
+
+    def _scatter(self, block_ids: tuple[int, ...], offset: int, data: Region) -> None:
+        block_bytes = self._region.shape[1]
+        at = 0
+        while at < len(data):
+            index, start = divmod(offset + at, block_bytes)
+            size = min(block_bytes - start, len(data) - at)
+            self._region[block_ids[index], start : start + size] = data[at : at + size]
+            at += size
+
+    def _finish(self, grant: GrantId, target: _Target, offset: int, size: int) -> None:
+        assert self._events is not None
+        with self._in_hand.lock:
+            stopped = self._in_hand.end()
+            target.received.add(offset, offset + size)
+            is_complete = target.received.total == target.size
+            if is_complete:
+                self._targets.pop(grant, None)  # nothing may be written into landed blocks
+        if stopped:
+            self._events.reader_idle(grant)
+        elif is_complete:
+            self._events.all_in(grant)
+
+    def _probe(self) -> None:
+        """Some connection has ended: find out which, after what came before the end."""
+        assert self._events is not None
+        self._read()
+        with self._in_hand.lock:
+            up = [(routing_id, c) for routing_id, c in self._connections.items() if c.is_up]
+        for routing_id, connection in up:
+            if send_to(self._socket, routing_id, b"") is Sent.GONE:
+                connection.is_up = False
+                self._events.read_failed(connection.session_nonce, "the data connection ended")
+
+
+def _routing_id(session_nonce: bytes) -> bytes:
+    return b"kv" + session_nonce

@@ -1,0 +1,265 @@
+"""Random lives of many transfers at once, over pools whose blocks are used again as soon as they come back.
+
+What is checked: a block that came back is written by nobody (it is filled with a mark, and the mark is still there when
+it is used again); what lands is what P had when it pushed (P scribbles over its blocks when they come back); each
+transfer's blocks come back once; nothing is left at the end. The seed is printed, and KVRELAY_SEED repeats it.
+
+Seen to catch: Released before the reader has left its piece (every run); COMMIT before the last byte (some runs).
+"""
+
+import os
+import random
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.connector import LAYOUT, NUM_BLOCKS, TRANSPORTS, Pair, wait_until
+
+from kvrelay.connector.base import (
+    CancelOutcome,
+    EndReason,
+    Failed,
+    GrantedRange,
+    GrantPlan,
+    Landed,
+    Offered,
+    RefuseReason,
+    Released,
+    SessionUp,
+)
+from kvrelay.engine.request import RequestKey
+
+pytestmark = pytest.mark.chaos
+B = LAYOUT.block_size
+MARK = 0xA5
+NUM_LIVES = 300
+LARGE = replace(LAYOUT, head_dim=1000)  # 96,000 bytes a block: time enough to be caught in one
+
+
+class Pool:
+    """Free blocks, each filled with a mark until it is used again."""
+
+    def __init__(self, region):
+        self.region = region
+        self.free = list(range(NUM_BLOCKS))
+        region[:] = MARK
+
+    def take(self, rng, count):
+        blocks = [self.free.pop(rng.randrange(len(self.free))) for _ in range(count)]
+        for block in blocks:
+            assert (self.region[block] == MARK).all(), f"block {block} was written after it came back"
+        return blocks
+
+    def give(self, blocks):
+        for block in blocks:
+            assert block not in self.free, f"block {block} came back twice"
+            self.region[block] = MARK
+        self.free += blocks
+
+
+class Life:
+    """One transfer, as both engines see it."""
+
+    def __init__(self, num_tokens, p_blocks, contents):
+        self.num_tokens = num_tokens
+        self.p_blocks = p_blocks
+        self.contents = contents
+        self.num_pushed = 0
+        self.committed = False
+        self.d_blocks = []
+        self.positions = []
+        self.p_holds = True
+        self.d_holds = False
+        self.offered = False
+        self.d_over = False
+
+
+class Chaos:
+    def __init__(self, transport, seed):
+        self.rng = random.Random(seed)
+        self.np_rng = np.random.default_rng(seed)
+        self.pair = Pair(transport, layout=LARGE)
+        self.p_pool, self.d_pool = Pool(self.pair.p.region), Pool(self.pair.d.region)
+        self.lives = {}
+        self.num_landed = 0
+        self.num_started = 0
+
+    # --- what the engines do ---
+
+    def act(self):
+        actions = [self.start] * 4 + [self.push] * 8 + [self.grant] * 4 + [self.cancel_p, self.cancel_d, self.refuse]
+        actions += [self.lose_session] if self.rng.random() < 0.02 else []
+        actions += [self.play_network] * 2 if self.pair.network is not None else []
+        self.rng.choice(actions)()
+        if self.rng.random() < 0.3:
+            self.rng.choice((self.pair.p, self.pair.d)).woken.wait(0.001)
+        self.serve()
+
+    def pick(self, condition):
+        found = [key for key, life in self.lives.items() if condition(life)]
+        return self.rng.choice(found) if found else None
+
+    def start(self):
+        num_blocks = self.rng.randint(1, 6)
+        if len(self.p_pool.free) < num_blocks:
+            return
+        num_tokens = num_blocks * B - self.rng.randrange(B)
+        blocks = self.p_pool.take(self.rng, num_blocks)
+        contents = self.np_rng.integers(0, 256, (num_blocks, LARGE.block_bytes), dtype=np.uint8)
+        self.pair.p.region[blocks] = contents
+        name = f"r{self.num_started}"
+        self.num_started += 1
+        life = self.lives[RequestKey(name, 0)] = Life(num_tokens, blocks, contents)
+        called = self.rng.random()
+        if called < 0.5:
+            self.pair.expect(name, num_tokens)
+        self.pair.offer(name, num_tokens, blocks)
+        if 0.5 <= called < 0.95:
+            self.pair.expect(name, num_tokens)
+        life.d_over = called >= 0.95
+
+    def push(self):
+        key = self.pick(lambda life: life.p_holds and not life.committed)
+        if key is None:
+            return
+        life = self.lives[key]
+        if life.num_pushed < life.num_tokens:
+            end = min(life.num_tokens, life.num_pushed + B * self.rng.randint(1, 3))
+            self.pair.push(key, life.num_pushed, end)
+            life.num_pushed = end
+        elif self.rng.random() < 0.1:
+            self.cancel_p(key, EndReason.FINISHED)
+        else:
+            life.committed = True
+            self.pair.commit(key, self.pair.digests(key) if self.rng.random() < 0.3 else ())
+
+    def grant(self):
+        key = self.pick(lambda life: life.offered and not life.d_holds and not life.d_over)
+        if key is None:
+            return
+        life = self.lives[key]
+        wanted = [i for i in range(len(life.p_blocks)) if self.rng.random() < 0.7]
+        if len(self.d_pool.free) < len(wanted):
+            return
+        life.d_blocks, life.positions = self.d_pool.take(self.rng, len(wanted)), wanted
+        life.offered, life.d_holds = False, True
+        ranges = tuple(
+            GrantedRange(i * B, min((i + 1) * B, life.num_tokens), (block,))
+            for i, block in zip(wanted, life.d_blocks, strict=True)
+        )
+        self.pair.granted[key] = tuple(life.d_blocks)
+        self.pair.receiver.grant(key, GrantPlan(ranges))
+
+    def refuse(self):
+        key = self.pick(lambda life: life.offered and not life.d_holds and not life.d_over)
+        if key is not None:
+            self.lives[key].d_over = True
+            self.pair.receiver.refuse(key, RefuseReason.NO_ROOM)
+
+    def cancel_p(self, key=None, reason=EndReason.CANCELLED):
+        key = key or self.pick(lambda life: life.p_holds)
+        if key is not None and self.pair.cancel_p(key, reason) is CancelOutcome.FREED:
+            self.released_p(key)
+
+    def cancel_d(self):
+        key = self.pick(lambda life: not life.d_over)
+        if key is None:
+            return
+        outcome = self.pair.cancel_d(key)
+        if outcome is CancelOutcome.FREED:
+            self.released_d(key)
+        self.lives[key].d_over = True
+
+    def lose_session(self):
+        session = next(iter(self.pair.receiver._peers.values()), None)
+        if session is not None:
+            self.pair.receiver._acceptor.close_session(session.session, "chaos")
+
+    def play_network(self):
+        """Hold pieces back, let some through, double them, catch the reader in mid-piece and let it go."""
+        network, rng = self.pair.network, self.rng
+        if network.reader.inside is not None:
+            network.leave_piece()
+        network.is_held = rng.random() < 0.7
+        network.is_doubled = rng.random() < 0.3
+        network.stays_in_piece = network.is_held and rng.random() < 0.5
+        network.deliver(1 if network.is_held else None)
+
+    def still_network(self):
+        network = self.pair.network
+        if network is not None:
+            if network.reader.inside is not None:
+                network.leave_piece()
+            network.is_held = network.stays_in_piece = False
+            network.deliver()
+
+    # --- what the connector says ---
+
+    def serve(self):
+        for event in self.pair.p.collect():
+            if isinstance(event, Released):
+                self.released_p(event.key)
+        for event in self.pair.d.collect():
+            if isinstance(event, Offered):
+                self.lives[event.key].offered = True
+            elif isinstance(event, Landed):
+                self.landed(event.key)
+            elif isinstance(event, Failed):
+                self.lives[event.key].offered = False
+                self.lives[event.key].d_over = True
+            elif isinstance(event, Released):
+                self.released_d(event.key)
+
+    def released_p(self, key):
+        life = self.lives[key]
+        assert life.p_holds
+        life.p_holds = False
+        self.p_pool.give(life.p_blocks)
+
+    def released_d(self, key):
+        life = self.lives[key]
+        life.d_over = True
+        if life.d_holds:
+            life.d_holds = False
+            self.d_pool.give(life.d_blocks)
+
+    def landed(self, key):
+        life = self.lives[key]
+        assert life.d_holds
+        for position, block in zip(life.positions, life.d_blocks, strict=True):
+            assert np.array_equal(self.pair.d.region[block], life.contents[position]), f"{key} landed with other bytes"
+        self.num_landed += 1
+        self.released_d(key)
+
+    # --- the end ---
+
+    def finish(self):
+        """Cancel whatever still lives, and wait until all has come back."""
+        self.still_network()
+        for key, life in self.lives.items():
+            if life.p_holds:
+                self.cancel_p(key)
+            if not life.d_over:
+                if self.pair.cancel_d(key) is CancelOutcome.FREED:
+                    self.released_d(key)
+                life.d_over = True
+        wait_until(lambda: self.serve() or self.is_over(), "the end of all transfers")
+        self.pair.close()
+
+    def is_over(self):
+        return len(self.p_pool.free) == len(self.d_pool.free) == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_random_lives_end_with_every_block_back_and_no_byte_wrong(transport, caplog):
+    """A01, A03, A06, A07, A09, B02."""
+    seed = int(os.environ.get("KVRELAY_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
+    sys.stdout.write(f"KVRELAY_SEED={seed}\n")
+    chaos = Chaos(transport, seed)
+    while chaos.num_started < NUM_LIVES:
+        chaos.act()
+    chaos.pair.p.wait(SessionUp)
+    chaos.finish()
+    assert chaos.num_landed > 20
+    assert not [record for record in caplog.records if record.exc_info], "a callback failed"

@@ -1,0 +1,124 @@
+"""Plans by absolute position: what is pushed and wanted is copied once, to its own place, in whatever order."""
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+from kvrelay.connector.base import GrantedRange, GrantPlan, TokenRange
+from kvrelay.connector.intervals import Intervals
+from kvrelay.connector.plan import PushPlan, check_plan, plan_block_ids, plan_positions
+from kvrelay.connector.transport.zmq import PIECE_BYTES, _pieces
+from kvrelay.engine.errors import InvalidArgument
+from kvrelay.engine.kv_layout import KVLayout
+
+B = 4
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=2, block_size=B, dtype="float32")
+
+
+@st.composite
+def transfers(draw):
+    """A prompt, the blocks D wants of it, and pushes that cover all of it, some twice, before and after the grant."""
+    num_tokens = draw(st.integers(1, 40))
+    num_blocks = -(-num_tokens // B)
+    wanted = draw(st.lists(st.booleans(), min_size=num_blocks, max_size=num_blocks))
+    ids = draw(st.permutations(range(50)))
+    ranges, i = [], 0
+    while i < num_blocks:
+        end = i
+        while end < num_blocks and wanted[end] and (end == i or draw(st.booleans())):
+            end += 1
+        if end > i:
+            ranges.append(GrantedRange(i * B, min(end * B, num_tokens), tuple(ids[i:end])))
+        i = max(end, i + 1)
+    cuts = sorted(draw(st.sets(st.integers(1, num_blocks))) | {num_blocks})
+    pushes = []
+    for start, end in zip([0, *cuts], cuts, strict=False):
+        tokens = TokenRange(start * B, min(end * B, num_tokens))
+        split = draw(st.integers(0, 3))
+        pushes += [(tokens, range(split)), (tokens, range(split, 3))]
+        if draw(st.booleans()):
+            pushes.append((tokens, None))
+    pushes = draw(st.permutations(pushes))
+    return num_tokens, GrantPlan(tuple(ranges)), pushes, draw(st.integers(0, len(pushes)))
+
+
+@given(transfers())
+def test_every_wanted_byte_is_copied_once_to_its_own_place(case):
+    """A01, A03. Seen to catch a mask that forgets what was pushed before, and a place counted from the end."""
+    num_tokens, plan, pushes, grant_at = case
+    source = tuple(range(100, 100 - (-num_tokens // B)))
+    push_plan = PushPlan(source, num_tokens, LAYOUT)
+    copies = []
+    for i, (tokens, layers) in enumerate(pushes):
+        if i == grant_at:
+            push_plan.grant(plan)
+            copies += push_plan.take_due()
+        push_plan.push(tokens, layers)
+        copies += push_plan.take_due()
+    if grant_at == len(pushes):
+        push_plan.grant(plan)
+        copies += push_plan.take_due()
+    targets, positions = plan_block_ids(plan), plan_positions(plan, B)
+    written = np.zeros((len(targets), LAYOUT.block_bytes), int)
+    for copy in copies:
+        assert copy.target_block == targets[copy.index]
+        assert copy.source_block == source[positions[copy.index]]
+        written[copy.index, copy.start : copy.start + copy.size] += 1
+    assert (written == 1).all()
+    assert push_plan.num_granted_bytes == written.size
+
+
+@given(transfers(), st.integers(0, 5), st.integers(-3, 3))
+def test_a_grant_that_is_not_in_order_on_blocks_and_in_the_prompt_is_refused(case, which, shift):
+    num_tokens, plan, _pushes, _grant_at = case
+    check_plan(plan, num_tokens, B)
+    if not plan.ranges or not shift:
+        return
+    r = plan.ranges[-1]
+    broken = [
+        GrantedRange(r.start + shift, r.end, r.block_ids),
+        GrantedRange(r.start, num_tokens + abs(shift), r.block_ids),
+        GrantedRange(r.start, r.end, r.block_ids + (60,) * abs(shift)),
+        GrantedRange(r.start, r.start, ()),
+        GrantedRange(r.end, r.start, r.block_ids),
+        GrantedRange(r.start, r.end, r.block_ids[:-1]),
+    ][which]
+    if broken.start % B == 0 and which == 0:
+        return
+    with pytest.raises(InvalidArgument):
+        check_plan(GrantPlan((*plan.ranges[:-1], broken)), num_tokens, B)
+    with pytest.raises(InvalidArgument):
+        check_plan(GrantPlan((*plan.ranges, r)), num_tokens, B)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=40))
+def test_intervals_are_a_set(spans):
+    """Seen to catch a merge that forgets one of two neighbours."""
+    intervals, oracle = Intervals(), set()
+    for start, size in spans:
+        added = set(range(start, start + size)) - oracle
+        assert intervals.add(start, start + size) == len(added)
+        oracle |= added
+        assert intervals.total == len(oracle)
+        runs = sum(1 for x in oracle if x - 1 not in oracle)
+        assert len(intervals) == runs
+
+
+@given(transfers(), st.sampled_from([48, 1000, 2**19, 2**20 + 5, 3 * 2**20]))
+def test_pieces_cover_the_copies_and_none_is_too_large(case, block_bytes):
+    num_tokens, plan, pushes, _grant_at = case
+    layout = KVLayout(num_layers=3, num_kv_heads=1, head_dim=2, block_size=B, dtype="float32")
+    push_plan = PushPlan(tuple(range(-(-num_tokens // B))), num_tokens, layout)
+    push_plan.grant(plan)
+    for tokens, layers in pushes:
+        push_plan.push(tokens, layers)
+    scale = block_bytes // layout.block_bytes or 1
+    copies = [
+        type(c)(c.source_block, c.target_block, c.index, c.start * scale, c.size * scale) for c in push_plan.take_due()
+    ]
+    seen = Intervals()
+    for piece in _pieces(copies, layout.block_bytes * scale):
+        assert 0 < piece.size <= PIECE_BYTES
+        assert sum(copy.size for copy in piece.copies) == piece.size
+        assert seen.add(piece.offset, piece.offset + piece.size) == piece.size
+    assert seen.total == sum(copy.size for copy in copies)

@@ -1,0 +1,79 @@
+"""One half of a hand-off in a process of its own, to be killed: `python peer_process.py prefill|decode ...`.
+
+It brings a transfer of ten blocks to the middle, says "ready" on standard output, and waits to be ended.
+"""
+
+import sys
+import threading
+
+import numpy as np
+
+from kvrelay.connector.base import (
+    Expectation,
+    GrantedRange,
+    GrantPlan,
+    Offer,
+    Offered,
+    SessionUp,
+    TokenRange,
+)
+from kvrelay.connector.factory import make_receiver, make_sender
+from kvrelay.engine.kv_layout import KVLayout
+from kvrelay.engine.request import RequestKey
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+COMMON = {"layout": LAYOUT, "fingerprint": "model", "secret": "s3cret"}
+KEY = RequestKey("killed", 0)
+NUM_TOKENS, DIGEST = 40, b"d" * 16
+FOREVER = float("inf")
+
+
+def wait_for(connector, woken, kind):
+    while True:
+        woken.clear()
+        if any(isinstance(event, kind) for event in connector.events()):
+            return
+        woken.wait()
+
+
+def prefill(epoch, peer_epoch, address):
+    woken = threading.Event()
+    region = np.ones((10, LAYOUT.block_bytes), np.uint8)
+    sender = make_sender(region=region, epoch=epoch, wake_up=woken.set, **COMMON)
+    sender.connect(peer_epoch, address)
+    wait_for(sender, woken, SessionUp)
+    sender.offer(
+        Offer(
+            key=KEY,
+            peer_epoch=peer_epoch,
+            num_tokens=NUM_TOKENS,
+            token_digest=DIGEST,
+            block_ids=tuple(range(10)),
+            deadline=FOREVER,
+        )
+    )
+    sender.push(KEY, TokenRange(0, 20))
+    return sender
+
+
+def decode(epoch, peer_epoch):
+    woken = threading.Event()
+    region = np.zeros((10, LAYOUT.block_bytes), np.uint8)
+    receiver = make_receiver(region=region, epoch=epoch, wake_up=woken.set, **COMMON)
+    sys.stdout.write(receiver.address() + "\n")
+    sys.stdout.flush()
+    wait_for(receiver, woken, SessionUp)
+    receiver.expect(
+        Expectation(key=KEY, peer_epoch=peer_epoch, num_tokens=NUM_TOKENS, token_digest=DIGEST, deadline=FOREVER)
+    )
+    wait_for(receiver, woken, Offered)
+    receiver.grant(KEY, GrantPlan((GrantedRange(0, NUM_TOKENS, tuple(range(10))),)))
+    return receiver
+
+
+if __name__ == "__main__":
+    kept = {"prefill": prefill, "decode": decode}[sys.argv[1]](*sys.argv[2:])
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    kept.close()
