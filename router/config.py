@@ -1,0 +1,85 @@
+"""The router's configuration. The fields' docstrings are the flags' help."""
+
+from dataclasses import dataclass
+
+from kvrelay.engine.config import parse_size
+from kvrelay.engine.errors import ConfigError
+
+_AT_LEAST_ONE = ("max_requests", "max_messages", "max_id_length", "max_nodes", "max_node_backlog")
+_NOT_NEGATIVE = ("max_model_len", "max_stop_strings", "max_stop_length", "max_stop_token_ids", "drain_timeout_s")
+_POSITIVE_S = ("default_timeout_s", "max_timeout_s", "node_lease_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Takes requests in, places them on nodes, carries the tokens home."""
+
+    model: str = "smollm2"
+    """A Hugging Face directory, a hub id, or the embedded model's name: the one that the nodes serve."""
+    bind: str = "127.0.0.1"
+    """Address to listen on; beyond loopback only with a cluster secret or --insecure."""
+    advertise: str = ""
+    """Address under which others reach this router; empty: the bind address."""
+    port: int = 7070
+    """Port of the router's gRPC, for clients and nodes; 0: any free one."""
+    insecure: bool = False
+    """Allow a bind beyond loopback without a cluster secret."""
+    log_json: bool = False
+    """Log JSON lines instead of text."""
+    drain_timeout_s: float = 30.0
+    """How long requests may still run after SIGTERM."""
+    default_timeout_s: float = 600.0
+    """Time limit of a request that names none."""
+    max_timeout_s: float = 3600.0
+    """Longest time limit that a request may name."""
+    max_requests: int = 2048
+    """Most requests at once, waiting or running; more are refused with RESOURCE_EXHAUSTED."""
+    max_model_len: int = 0
+    """Longest prompt and output together, in tokens; 0: what the model and the decode nodes allow."""
+    max_body_size: str = "4MiB"
+    """Largest message that is received, as a size."""
+    max_text_size: str = "1MiB"
+    """Largest text that is tokenised, as a size in UTF-8."""
+    max_messages: int = 1024
+    """Most messages in one chat."""
+    max_stop_strings: int = 16
+    """Most stop strings of one request."""
+    max_stop_length: int = 256
+    """Longest stop string, in characters."""
+    max_stop_token_ids: int = 64
+    """Most stop token ids of one request."""
+    max_id_length: int = 256
+    """Longest request id and longest cache salt, in characters."""
+    node_lease_s: float = 5.0
+    """A node that says nothing for this long is lost, even if its stream is open."""
+    max_nodes: int = 256
+    """Most nodes on this router."""
+    max_node_backlog: int = 8192
+    """Most messages that wait for a node to read them; a node that lets more pile up is lost."""
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must not be negative")
+        for name in _POSITIVE_S:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")
+        if self.default_timeout_s > self.max_timeout_s:
+            raise ConfigError(f"default_timeout_s = {self.default_timeout_s}: above max_timeout_s")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port = {self.port}: must be in [0, 65535]")
+        if self.bind in ("0.0.0.0", "::") and not self.advertise:
+            raise ConfigError(f"bind = {self.bind}: says no address that others could dial; set --advertise")
+        parse_size(self.max_body_size)
+        parse_size(self.max_text_size)
+
+    @property
+    def max_body_bytes(self) -> int:
+        return parse_size(self.max_body_size)
+
+    @property
+    def max_text_bytes(self) -> int:
+        return parse_size(self.max_text_size)

@@ -1,0 +1,66 @@
+"""Where a request goes: pure, from what the registry holds and two facts of the request."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvrelay.engine.errors import InvalidArgument, Unavailable
+from kvrelay.router.messages import Role
+from kvrelay.router.registry import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFacts:
+    """What placement asks of a request."""
+
+    num_prompt_tokens: int
+    max_tokens: int
+
+    @property
+    def max_len(self) -> int:
+        return self.num_prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The pair that runs a request; without a prefill node the decode node runs the whole of it."""
+
+    prefill: Node | None
+    decode: Node
+
+
+def place(nodes: Iterable[Node], request: RequestFacts) -> Placement:
+    """Choose both nodes at once: a decode node by room and batch, and for it a prefill node by estimated time to the
+    first token. Pairs with an open session come first; where there is none, a decode node does both.
+
+    Raises: Unavailable if no decode node takes requests; InvalidArgument if none of them takes one this long.
+    """
+    able = [node for node in nodes if not node.draining]
+    decodes = [node for node in able if node.facts.role is Role.DECODE]
+    if not decodes:
+        raise Unavailable("no decode node is registered, or all are draining")
+    fitting = [node for node in decodes if node.facts.max_model_len >= request.max_len]
+    if not fitting:
+        longest = max(node.facts.max_model_len for node in decodes)
+        raise InvalidArgument("prompt and max_tokens", f"{request.max_len} tokens", f"at most {longest}")
+    prefills = [
+        node for node in able if node.facts.role is Role.PREFILL and node.facts.max_model_len >= request.max_len
+    ]
+    reachable = frozenset[str]().union(*(node.load.sessions for node in prefills))
+    paired = [node for node in fitting if node.facts.epoch in reachable]
+    decode = min(paired or fitting, key=lambda node: _decode_cost(node, request))
+    candidates = [node for node in prefills if decode.facts.epoch in node.load.sessions]
+    fastest = max((node.load.tokens_per_s for node in candidates), default=0.0)
+    prefill = min(candidates, key=lambda node: _prefill_cost(node, request, fastest), default=None)
+    return Placement(prefill, decode)
+
+
+def _decode_cost(node: Node, request: RequestFacts) -> tuple[bool, int, int, int, str]:
+    """Room for the prompt and its next token first, then the smaller batch, then more room, then the one less used."""
+    lacks_room = node.num_free_blocks < node.num_blocks_for(request.num_prompt_tokens + 1)
+    return (lacks_room, node.num_requests, -node.num_free_blocks, node.num_placed, node.facts.epoch)
+
+
+def _prefill_cost(node: Node, request: RequestFacts, fastest: float) -> tuple[float, int, str]:
+    """Estimated seconds to the first token; a node whose rate is not known yet is taken for as fast as the fastest."""
+    rate = node.load.tokens_per_s or fastest or 1.0
+    return ((node.num_waiting_tokens + request.num_prompt_tokens) / rate, node.num_placed, node.facts.epoch)

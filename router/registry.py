@@ -1,0 +1,121 @@
+"""The nodes that are there: what they said of themselves, how busy they are, what was placed on them since.
+
+Holds state and no connection: `nodes.py` adds, reports and removes; `policy.py` reads.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvrelay.engine.errors import ResourceExhausted
+from kvrelay.engine.legs import Load, Peer
+from kvrelay.router.messages import NodeFacts, Role
+
+
+@dataclass(slots=True)
+class Placed:
+    """What was placed on a node and its load report may not show yet."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Node:
+    """One registered node. The registry alone changes it."""
+
+    facts: NodeFacts
+    load: Load
+    draining: bool = False
+    num_placed: int = 0  # since it registered
+    # A report that crosses a start on its way, or that ends a step which the start waited for, does not show it: what
+    # was placed is counted until the second report after it.
+    placed_now: Placed = field(default_factory=Placed)
+    placed_before: Placed = field(default_factory=Placed)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests here, running or waiting."""
+        unseen = self.placed_now.num_requests + self.placed_before.num_requests
+        return self.load.num_running + self.load.num_waiting + unseen
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens to be computed before a new request's."""
+        return self.load.num_waiting_tokens + self.placed_now.num_tokens + self.placed_before.num_tokens
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks left for a new request; below zero if more was placed than there is room for."""
+        return self.load.num_free_blocks - self.placed_now.num_blocks - self.placed_before.num_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.facts.kv_layout.block_size)
+
+
+class Registry:
+    """Nodes by epoch. A node is one life of a process: (role, name) come back under a new epoch after a restart."""
+
+    def __init__(self, max_nodes: int) -> None:
+        self._max_nodes = max_nodes
+        self._nodes: dict[str, Node] = {}
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def add(self, facts: NodeFacts) -> str | None:
+        """Take a node in, idle until its first report.
+
+        Returns: the epoch of the node that it replaces (an earlier life under the same role and name, or the same life
+        on an older stream), which is gone from here.
+        Raises: ResourceExhausted.
+        """
+        same_name = (
+            node.facts.epoch for node in self if (node.facts.role, node.facts.name) == (facts.role, facts.name)
+        )
+        replaced = facts.epoch if facts.epoch in self._nodes else next(same_name, None)
+        if replaced is not None:
+            del self._nodes[replaced]
+        elif len(self._nodes) >= self._max_nodes:
+            raise ResourceExhausted(f"{self._max_nodes} nodes are registered already")
+        self._nodes[facts.epoch] = Node(facts, Load(num_free_blocks=facts.num_blocks))
+        return replaced
+
+    def remove(self, epoch: str) -> None:
+        self._nodes.pop(epoch, None)
+
+    def report(self, epoch: str, load: Load) -> None:
+        """A node's own count replaces what was counted for it before its last report. Unknown nodes are ignored."""
+        if epoch in self._nodes:
+            node = self._nodes[epoch]
+            node.load = load
+            node.placed_before, node.placed_now = node.placed_now, Placed()
+
+    def drain(self, epoch: str) -> None:
+        """Place nothing more on this node. Unknown nodes are ignored: a stream that was replaced may still be read."""
+        if epoch in self._nodes:
+            self._nodes[epoch].draining = True
+
+    def note_placed(self, node: Node, *, num_prompt_tokens: int, holds_tokens: int) -> None:
+        """Count a leg until the node's reports show it: tokens it must compute, tokens whose KV it must hold."""
+        node.num_placed += 1
+        node.placed_now.num_requests += 1
+        node.placed_now.num_tokens += num_prompt_tokens
+        node.placed_now.num_blocks += node.num_blocks_for(holds_tokens)
+
+    def peers(self) -> tuple[Peer, ...]:
+        """Every decode node, draining ones too: transfers to them still run."""
+        return tuple(
+            Peer(node.facts.epoch, node.facts.connector_address) for node in self if node.facts.role is Role.DECODE
+        )
+
+    def can_serve(self) -> bool:
+        """Whether there is a decode node to place requests on."""
+        return any(node.facts.role is Role.DECODE and not node.draining for node in self)
+
+    def max_model_len(self) -> int | None:
+        """The longest context that a decode node takes; None while there is none."""
+        return max(
+            (node.facts.max_model_len for node in self if node.facts.role is Role.DECODE and not node.draining),
+            default=None,
+        )

@@ -1,0 +1,187 @@
+"""The router's gRPC edge: clients, nodes, health, reflection. Converts, and leaves everything else to others."""
+
+import asyncio
+import contextlib
+from contextlib import aclosing
+from dataclasses import asdict
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvrelay.engine import secret
+from kvrelay.engine.clock import Clock
+from kvrelay.engine.errors import ConfigError, Unavailable
+from kvrelay.engine.log import fields, get_logger
+from kvrelay.engine.model_info import ModelInfo
+from kvrelay.proto import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
+from kvrelay.router import node_wire, wire
+from kvrelay.router.answer import Context, answering, ending_after
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.dispatch import Dispatcher, DispatchStatistics
+from kvrelay.router.links import Links
+from kvrelay.router.nodes import NodesServicer
+from kvrelay.router.registry import Registry
+from kvrelay.router.service import InferenceService
+from kvrelay.router.tokenizer import Tokenizer
+
+log = get_logger(__name__)
+
+INFERENCE = "kvrelay.v1.Inference"
+_SERVICES = (INFERENCE, "kvrelay.v1.Nodes", "kvrelay.v1.Cluster", health.SERVICE_NAME, reflection.SERVICE_NAME)
+_STOP_GRACE_S = 1.0
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """What clients call."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self._service = service
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
+        async with answering(context):
+            service = self._service
+            with service.admission.admit():
+                raw = wire.read_request(request)
+                prepared = await service.prepare(raw, context.time_remaining())
+                async with (
+                    ending_after(service.remaining_s(prepared)),
+                    aclosing(service.generate(raw, prepared)) as outputs,
+                ):
+                    async for output in outputs:
+                        await context.write(wire.write_output(raw.request_id, output))
+
+    async def GetModel(  # noqa: N802
+        self, request: inference_pb2.GetModelRequest, context: Context
+    ) -> inference_pb2.GetModelResponse:
+        return wire.write_model(self._service.info, self._service.max_model_len())
+
+    async def Tokenize(  # noqa: N802
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        response = inference_pb2.TokenizeResponse()
+        async with answering(context):
+            with self._service.admission.admit():
+                prompt = wire.read_prompt(request)
+                response.token_ids.extend(await self._service.tokenize(request.model, prompt))
+        return response
+
+    async def Detokenize(  # noqa: N802
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        response = inference_pb2.DetokenizeResponse()
+        async with answering(context):
+            with self._service.admission.admit():
+                response.text = await self._service.detokenize(
+                    request.model, request.token_ids, skip_special_tokens=request.skip_special_tokens
+                )
+        return response
+
+
+class ClusterServicer(node_pb2_grpc.ClusterServicer):
+    """Who is there."""
+
+    def __init__(self, service: InferenceService, registry: Registry) -> None:
+        self._service = service
+        self._registry = registry
+
+    async def GetCluster(  # noqa: N802
+        self, request: node_pb2.GetClusterRequest, context: Context
+    ) -> node_pb2.ClusterState:
+        service = self._service
+        return node_wire.write_cluster(service.info.name, list(self._registry), service.admission.num_requests)
+
+
+class RouterServer:
+    """A router that serves: all its parts, put together. To be made and used on one event loop."""
+
+    def __init__(self, config: RouterConfig, info: ModelInfo, cluster_secret: str, clock: Clock) -> None:
+        """Raises: ModelError."""
+        epoch = secret.new_epoch()
+        tokenizer = Tokenizer.load(info)
+        self._config = config
+        self.registry = Registry(config.max_nodes)
+        self._links = Links()
+        self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock)
+        self._service = InferenceService(
+            config, info, tokenizer, self.registry, self._dispatcher, epoch=epoch, clock=clock
+        )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._changed = asyncio.Event()
+        self._server = grpc.aio.server(options=_options(config))
+        nodes = NodesServicer(
+            self.registry,
+            self._links,
+            self._dispatcher,
+            info,
+            router_epoch=epoch,
+            cluster_secret=cluster_secret,
+            lease_s=config.node_lease_s,
+            max_backlog=config.max_node_backlog,
+            on_change=self._changed.set,
+        )
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._service), self._server)
+        node_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self._service, self.registry), self._server)
+        node_pb2_grpc.add_NodesServicer_to_server(nodes, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(_SERVICES, self._server)
+
+    async def start(self) -> int:
+        """Listen. Returns: the port.
+
+        Raises: ConfigError if the address cannot be had.
+        """
+        address = f"{self._config.bind}:{self._config.port}"
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: {error}") from error
+        await self._health.set(INFERENCE, _NOT_SERVING)
+        await self._server.start()
+        self._follower = asyncio.create_task(self._follow_health())
+        return port
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Take nothing new, let what runs end in time, then end every stream."""
+        await self._health.enter_graceful_shutdown()
+        log.info("draining", extra=fields(num_requests=self.num_requests))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._service.admission.drain(), drain_timeout_s)
+        self._dispatcher.close(Unavailable("this router is shutting down"))
+        self._links.close(Unavailable("this router is shutting down"))
+        await self._server.stop(_STOP_GRACE_S)
+        self._follower.cancel()
+        log.info("stopped", extra=fields(**asdict(self.statistics())))
+
+    @property
+    def num_requests(self) -> int:
+        """Client calls that wait or run."""
+        return self._service.admission.num_requests
+
+    @property
+    def draining(self) -> bool:
+        return self._service.admission.draining
+
+    def statistics(self) -> DispatchStatistics:
+        return self._dispatcher.statistics()
+
+    async def _follow_health(self) -> None:
+        """Requests can be served as long as there is a decode node to place them on."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._health.set(INFERENCE, _SERVING if self.registry.can_serve() else _NOT_SERVING)
+
+
+def _options(config: RouterConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # a port that another process has is an error, not a half of the connections
+        ("grpc.max_receive_message_length", config.max_body_bytes),
+        # A peer that vanished without a word is noticed by pings, and nodes may ping as often.
+        ("grpc.keepalive_time_ms", 5_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]

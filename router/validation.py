@@ -1,0 +1,237 @@
+"""A client's request, checked: raw in, `engine.request.Request` out, every mistake an InvalidArgument with the
+field, its value and the limit. Pure; `check_*` run before anything is tokenised, `make_request` after.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from kvrelay.engine.errors import InvalidArgument, NotFound
+from kvrelay.engine.request import Request, RequestKey, SamplingParams
+from kvrelay.router.api import ChatMessage, RawPrompt, RawRequest, RawSampling
+from kvrelay.router.config import RouterConfig
+from kvrelay.router.messages import TraceContext
+
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_MAX_TRACESTATE = 512
+
+# Fields whose function is not there; anything but the default is refused, never ignored.
+_UNSUPPORTED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "prompt_logprobs", "n")
+_UNSUPPORTED_LISTS = ("logit_bias", "bad_words")
+
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What requests are held against."""
+
+    config: RouterConfig
+    model_names: tuple[str, ...]
+    vocab_size: int
+    max_model_len: int  # prompt and output together
+
+
+def check_model(name: str, limits: Limits) -> None:
+    """Raises: NotFound. An empty name is whatever is served."""
+    if name and name not in limits.model_names:
+        shown = name if len(name) <= 80 else f"{name[:77]}..."
+        raise NotFound(f"model {shown!r}: not served here; {limits.model_names[0]!r} is")
+
+
+def check_request(raw: RawRequest, limits: Limits) -> None:
+    """Check everything that needs no tokens.
+
+    Raises: InvalidArgument, NotFound.
+    """
+    config = limits.config
+    check_model(raw.model, limits)
+    _at_most("request_id", raw.request_id, config.max_id_length, "characters")
+    _at_most("cache_salt", raw.cache_salt, config.max_id_length, "characters")
+    if raw.timeout_s is not None and not 0 < raw.timeout_s <= config.max_timeout_s:
+        raise InvalidArgument("timeout_s", raw.timeout_s, f"must be in (0, {config.max_timeout_s:g}]")
+    if raw.trace is not None:
+        _check_trace(raw.trace)
+    check_prompt(raw.prompt, limits)
+    _check_sampling(raw.sampling, limits)
+
+
+def check_prompt(prompt: RawPrompt, limits: Limits) -> None:
+    """Raises: InvalidArgument."""
+    if prompt.text is not None:
+        _check_text_size("text", [prompt.text], limits)
+    elif prompt.token_ids is not None:
+        _check_prompt_ids(prompt.token_ids, limits)
+    elif prompt.messages is not None:
+        _check_messages(prompt.messages, limits)
+    else:
+        raise InvalidArgument("prompt", None, "one of text, token_ids and chat is needed")
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises: InvalidArgument, with the first id that is out of the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgument(field, token_id, f"token ids must be in [0, {vocab_size})")
+
+
+def make_request(
+    raw: RawRequest,
+    prompt_token_ids: Sequence[int],
+    limits: Limits,
+    *,
+    key: RequestKey,
+    arrival: float,
+    deadline: float,
+    draw_seed: Callable[[], int],
+) -> Request:
+    """The validated request, after `check_request` and with its prompt tokenised.
+
+    Raises: InvalidArgument for what depends on the number of tokens.
+    """
+    max_tokens = _resolve_max_tokens(raw.sampling.max_tokens, len(prompt_token_ids), limits)
+    min_tokens = raw.sampling.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidArgument("min_tokens", min_tokens, f"must not be above max_tokens, {max_tokens}")
+    seed = raw.sampling.seed
+    return Request(
+        key=key,
+        prompt_token_ids=tuple(prompt_token_ids),
+        sampling=_make_sampling(raw.sampling, max_tokens, draw_seed() if seed is None else seed, limits.vocab_size),
+        priority=raw.priority,
+        arrival=arrival,
+        deadline=deadline,
+        cache_salt=raw.cache_salt,
+    )
+
+
+# --- prompts ------------------------------------------------------------------------------------------------------
+
+
+def _check_text_size(field: str, texts: Sequence[str], limits: Limits) -> None:
+    max_bytes = limits.config.max_text_bytes
+    num_bytes = sum(len(text.encode()) for text in texts)
+    if num_bytes > max_bytes:
+        raise InvalidArgument(field, f"{num_bytes} bytes", f"at most {max_bytes}")
+
+
+def _check_prompt_ids(token_ids: Sequence[int], limits: Limits) -> None:
+    _check_prompt_length(len(token_ids), limits)
+    check_token_ids("token_ids", token_ids, limits.vocab_size)
+
+
+def _check_messages(messages: Sequence[ChatMessage], limits: Limits) -> None:
+    if not messages:
+        raise InvalidArgument("chat.messages", [], "must not be empty")
+    _at_most("chat.messages", messages, limits.config.max_messages, "messages")
+    for i, message in enumerate(messages):
+        if not message.role:
+            raise InvalidArgument(f"chat.messages[{i}].role", message.role, "must not be empty")
+    _check_text_size("chat.messages", [text for turn in messages for text in (turn.role, turn.content)], limits)
+
+
+def _check_prompt_length(num_tokens: int, limits: Limits) -> None:
+    if num_tokens == 0:
+        raise InvalidArgument("prompt", "no tokens", "must not be empty")
+    if num_tokens >= limits.max_model_len:
+        raise InvalidArgument(
+            "prompt",
+            f"{num_tokens} tokens",
+            f"at most {limits.max_model_len - 1}: the context holds {limits.max_model_len} tokens, one of them output",
+        )
+
+
+def _resolve_max_tokens(max_tokens: int | None, num_prompt_tokens: int, limits: Limits) -> int:
+    _check_prompt_length(num_prompt_tokens, limits)
+    room = limits.max_model_len - num_prompt_tokens
+    if max_tokens is None:
+        return room
+    if max_tokens > room:
+        raise InvalidArgument(
+            "max_tokens",
+            max_tokens,
+            f"at most {room}: the context holds {limits.max_model_len} tokens, the prompt has {num_prompt_tokens}",
+        )
+    return max_tokens
+
+
+# --- sampling -----------------------------------------------------------------------------------------------------
+
+
+def _check_sampling(raw: RawSampling, limits: Limits) -> None:
+    _check_unsupported(raw)
+    config = limits.config
+    _at_most("stop", raw.stop, config.max_stop_strings, "strings")
+    for i, stop in enumerate(raw.stop):
+        if not stop:
+            raise InvalidArgument(f"stop[{i}]", stop, "must not be empty")
+        _at_most(f"stop[{i}]", stop, config.max_stop_length, "characters")
+    _at_most("stop_token_ids", raw.stop_token_ids, config.max_stop_token_ids, "ids")
+    check_token_ids("stop_token_ids", raw.stop_token_ids, limits.vocab_size)
+    _at_least("max_tokens", raw.max_tokens, 1)
+    _at_least("min_tokens", raw.min_tokens, 0)
+    if raw.max_tokens is not None and (raw.min_tokens or 0) > raw.max_tokens:
+        raise InvalidArgument("min_tokens", raw.min_tokens, f"must not be above max_tokens, {raw.max_tokens}")
+    _within("temperature", raw.temperature, 0.0, 100.0)
+    _within("top_p", raw.top_p, 0.0, 1.0, open_low=True)
+    _within("min_p", raw.min_p, 0.0, 1.0)
+    _at_least("top_k", raw.top_k, -1)
+    if raw.seed is not None and not 0 <= raw.seed < 2**64:
+        raise InvalidArgument("seed", raw.seed, "must be in [0, 2^64)")
+
+
+def _check_unsupported(raw: RawSampling) -> None:
+    for name in _UNSUPPORTED:
+        value = getattr(raw, name)
+        if value is not None and value != _DEFAULTS[name]:
+            raise InvalidArgument(name, value, f"not supported; only the default, {_DEFAULTS[name]}")
+    for name in _UNSUPPORTED_LISTS:
+        if num_entries := len(getattr(raw, name)):
+            raise InvalidArgument(name, f"{num_entries} entries", "not supported; must be empty")
+
+
+def _make_sampling(raw: RawSampling, max_tokens: int, seed: int, vocab_size: int) -> SamplingParams:
+    top_k = raw.top_k or 0
+    given = {
+        "min_tokens": raw.min_tokens,
+        "temperature": raw.temperature,
+        "top_k": top_k if 0 < top_k < vocab_size else 0,  # 0: all
+        "top_p": raw.top_p,
+        "min_p": raw.min_p,
+        "stop": tuple(raw.stop),
+        "stop_token_ids": tuple(raw.stop_token_ids),
+        "include_stop_str_in_output": raw.include_stop_str_in_output,
+        "ignore_eos": raw.ignore_eos,
+        "skip_special_tokens": raw.skip_special_tokens,
+    }
+    kept = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(max_tokens=max_tokens, seed=seed, **kept)  # type: ignore[arg-type]
+
+
+# --- shared -------------------------------------------------------------------------------------------------------
+
+
+def _at_most(field: str, value: Sequence[object], limit: int, unit: str) -> None:
+    if len(value) > limit:
+        raise InvalidArgument(field, f"{len(value)} {unit}", f"at most {limit}")
+
+
+def _at_least(field: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise InvalidArgument(field, value, f"must be at least {least}")
+
+
+def _within(field: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:
+    if value is None:
+        return
+    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        raise InvalidArgument(field, value, f"must be in {'(' if open_low else '['}{low:g}, {high:g}]")
+
+
+def _check_trace(trace: TraceContext) -> None:
+    if not _TRACEPARENT.fullmatch(trace.traceparent):
+        raise InvalidArgument("trace.traceparent", trace.traceparent, "expected 00-<32 hex digits>-<16>-<2>")
+    _at_most("trace.tracestate", trace.tracestate, _MAX_TRACESTATE, "characters")
+    if not (trace.tracestate.isascii() and trace.tracestate.isprintable()):
+        raise InvalidArgument("trace.tracestate", trace.tracestate, "must be printable ASCII")

@@ -1,0 +1,96 @@
+"""Which nodes there are, and what was placed on them since they last reported."""
+
+import pytest
+
+from kvrelay.engine.errors import ResourceExhausted
+from kvrelay.engine.kv_layout import KVLayout
+from kvrelay.engine.legs import Load, Peer
+from kvrelay.router.messages import NodeFacts, Role
+from kvrelay.router.registry import Node, Registry
+
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+
+
+def facts(role: Role, epoch: str, name: str = "", max_model_len: int = 128) -> NodeFacts:
+    return NodeFacts(
+        role=role,
+        epoch=epoch,
+        name=name or epoch,
+        version="1",
+        model_fingerprint="f",
+        kv_layout=LAYOUT,
+        max_model_len=max_model_len,
+        num_blocks=100,
+        grpc_address="",
+        connector_address=f"{epoch}:1",
+    )
+
+
+def only(registry: Registry) -> Node:
+    (node,) = registry
+    return node
+
+
+def test_a_node_that_comes_back_under_a_new_epoch_replaces_its_old_life() -> None:
+    """B06."""
+    registry = Registry(max_nodes=1)
+    assert registry.add(facts(Role.DECODE, "old", "D")) is None
+    assert registry.add(facts(Role.DECODE, "new", "D")) == "old"
+    assert only(registry).facts.epoch == "new"
+    registry.remove("old")  # its stream ends later
+    registry.report("old", Load(num_running=9))
+    registry.drain("old")
+    assert only(registry).num_requests == 0
+    assert registry.can_serve()
+
+
+def test_the_same_life_on_a_new_stream_replaces_itself() -> None:
+    registry = Registry(max_nodes=1)
+    registry.add(facts(Role.DECODE, "e"))
+    registry.drain("e")
+    assert registry.add(facts(Role.DECODE, "e")) == "e"
+    assert registry.can_serve()
+
+
+def test_nodes_of_two_roles_may_share_a_name() -> None:
+    registry = Registry(max_nodes=2)
+    registry.add(facts(Role.DECODE, "d", "a"))
+    assert registry.add(facts(Role.PREFILL, "p", "a")) is None
+    with pytest.raises(ResourceExhausted, match="2 nodes"):
+        registry.add(facts(Role.PREFILL, "q"))
+
+
+def test_what_was_placed_counts_until_the_second_report_after_it() -> None:
+    registry = Registry(max_nodes=1)
+    registry.add(facts(Role.DECODE, "d"))
+    node = only(registry)
+    assert (node.num_requests, node.num_waiting_tokens, node.num_free_blocks) == (0, 0, 100)
+    registry.note_placed(node, num_prompt_tokens=40, holds_tokens=33)
+    assert (node.num_requests, node.num_waiting_tokens, node.num_free_blocks) == (1, 40, 97)
+    registry.report("d", Load(num_free_blocks=50, num_running=2, num_waiting=1, num_waiting_tokens=7))
+    assert (node.num_requests, node.num_waiting_tokens, node.num_free_blocks) == (4, 47, 47)
+    registry.report("d", Load(num_free_blocks=50, num_running=2, num_waiting=1, num_waiting_tokens=7))
+    assert (node.num_requests, node.num_waiting_tokens, node.num_free_blocks) == (3, 7, 50)
+    assert node.num_placed == 1
+
+
+def test_peers_are_all_decode_nodes_draining_ones_too() -> None:
+    registry = Registry(max_nodes=3)
+    for role, epoch in ((Role.DECODE, "d"), (Role.PREFILL, "p"), (Role.DECODE, "e")):
+        registry.add(facts(role, epoch))
+    registry.drain("d")
+    assert registry.peers() == (Peer("d", "d:1"), Peer("e", "e:1"))
+
+
+def test_only_decode_nodes_that_take_requests_count_for_what_can_be_served() -> None:
+    registry = Registry(max_nodes=3)
+    registry.add(facts(Role.PREFILL, "p", max_model_len=500))
+    assert not registry.can_serve()
+    assert registry.max_model_len() is None
+    registry.add(facts(Role.DECODE, "d", max_model_len=200))
+    registry.add(facts(Role.DECODE, "e", max_model_len=100))
+    assert registry.max_model_len() == 200
+    registry.drain("d")
+    assert registry.max_model_len() == 100
+    registry.remove("e")
+    assert not registry.can_serve()
