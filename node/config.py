@@ -1,0 +1,37 @@
+"""What every node that computes is told, beside the engine's own configuration."""
+
+from dataclasses import dataclass
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(EngineConfig):
+    """A node's addresses and its routers."""
+
+    router: tuple[str, ...] = ("127.0.0.1:7070",)
+    """Addresses of the routers to serve; the node dials each."""
+    bind: str = "127.0.0.1"
+    """Address to listen on; beyond loopback only with a cluster secret or --insecure."""
+    advertise: str = ""
+    """Address under which others reach this node; empty: the bind address."""
+    port: int = 0
+    """Port of the node's own gRPC (health, reflection, Stats); 0: any free one."""
+    name: str = ""
+    """Name in logs and statistics; empty: the role and a part of its epoch."""
+    insecure: bool = False
+    """Allow a bind beyond loopback without a cluster secret."""
+    drain_timeout_s: float = 30.0
+    """How long requests may still run after SIGTERM."""
+    log_json: bool = False
+    """Log JSON lines instead of text."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.router:
+            raise ConfigError("router: at least one address is needed")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port = {self.port}: must be in [0, 65535]")
+        if self.bind in ("0.0.0.0", "::") and not self.advertise:
+            raise ConfigError(f"bind = {self.bind}: says no address that others could dial; set --advertise")

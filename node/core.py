@@ -1,0 +1,151 @@
+"""What both nodes do on the engine thread: take messages in, serve the connector's events, step, say what came of it.
+
+One turn of the loop is messages -> connector events -> one step -> report. Everything here and in the two nodes runs
+on the engine thread alone and needs no lock; `on_report` is the way out.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from kvrelay.connector.base import ConnectorStatistics
+from kvrelay.engine.clock import Clock
+from kvrelay.engine.engine import Engine, StepOutcome
+from kvrelay.engine.errors import Internal, KvrelayError
+from kvrelay.engine.legs import Delta, Load, Peer
+from kvrelay.engine.log import fields, get_logger
+from kvrelay.engine.request import RequestKey
+from kvrelay.node.report import Snapshot, Start
+
+log = get_logger(__name__)
+
+OnReport = Callable[[tuple[Delta, ...], Snapshot], None]
+
+_RATE_WEIGHT = 0.3  # of the newest step in the moving average of tokens a second
+
+
+class NodeCore(ABC):
+    """One node's state between its inbox and its reports."""
+
+    def __init__(self, engine: Engine, clock: Clock, on_report: OnReport) -> None:
+        self.engine = engine
+        self.clock = clock
+        self._on_report = on_report
+        self._deltas: list[Delta] = []
+        self._tokens_per_s = 0.0
+        self._last: Snapshot | None = None
+
+    # --- messages, each served between two steps
+
+    def start(self, start: Start) -> None:
+        """Begin a leg; whatever is wrong with it ends this leg and no other."""
+        key = start.request.key
+        try:
+            self._start(start)
+        except KvrelayError as error:
+            self._say(Delta(key=key, error=error, ended=True))
+        except Exception as error:  # the root of a request: it fails this one
+            log.exception("start_failed", extra=fields(request_id=key.request_id, attempt=key.attempt))
+            self._say(Delta(key=key, error=Internal(f"start failed: {error}"), ended=True))
+
+    @abstractmethod
+    def cancel(self, key: RequestKey) -> None:
+        """Nobody wants this leg any more. Unknown keys are ignored; nothing is said back."""
+
+    @abstractmethod
+    def set_peers(self, peers: Iterable[Peer]) -> None:
+        """The decode nodes there are now."""
+
+    # --- the loop's turn
+
+    def turn(self) -> float | None:
+        """Serve events, run a step, report.
+
+        Returns: seconds until the next turn is due: 0 for at once, None for when something happens.
+        """
+        self._serve_events()
+        self._expire()
+        progressed = self._step()
+        self._flush()
+        if progressed:
+            return 0.0
+        deadline = min((d for d in self._deadlines()), default=float("inf"))
+        return None if deadline == float("inf") else max(0.0, deadline - self.clock.now())
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop the connector. Nothing moves afterwards."""
+
+    # --- what the roles fill in
+
+    @abstractmethod
+    def _start(self, start: Start) -> None: ...
+
+    @abstractmethod
+    def _serve_events(self) -> None: ...
+
+    @abstractmethod
+    def _expire(self) -> None: ...
+
+    @abstractmethod
+    def _step(self) -> bool:
+        """One step; whether there was anything to do."""
+
+    @abstractmethod
+    def _deadlines(self) -> Iterable[float]:
+        """Deadlines that the engine itself must watch while it waits."""
+
+    @abstractmethod
+    def _num_live(self) -> int: ...
+
+    @abstractmethod
+    def _num_waiting_tokens(self) -> int: ...
+
+    @abstractmethod
+    def transfer_statistics(self) -> ConnectorStatistics:
+        """The connector's own count. Any thread."""
+
+    # --- shared
+
+    def _say(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+
+    def _measure(self, outcome: StepOutcome) -> None:
+        if outcome.duration_s > 0:
+            rate = outcome.num_tokens / outcome.duration_s
+            weight = _RATE_WEIGHT if self._tokens_per_s else 1.0
+            self._tokens_per_s += weight * (rate - self._tokens_per_s)
+
+    def _flush(self) -> None:
+        """Say what this turn brought, and how things stand, if either is news."""
+        snapshot = self.snapshot()
+        if self._deltas or snapshot != self._last:
+            deltas, self._deltas = tuple(self._deltas), []
+            self._last = snapshot
+            self._on_report(deltas, snapshot)
+
+    def snapshot(self) -> Snapshot:
+        """The node's statistics now."""
+        scheduler = self.engine.scheduler
+        statistics = scheduler.statistics()
+        transfers = self.transfer_statistics()
+        blocks = scheduler.pool.counts()
+        quarantined = transfers.num_quarantined_blocks  # the pool counts them with their transfers' others
+        blocks = replace(blocks, owned=blocks.owned - quarantined, quarantined=blocks.quarantined + quarantined)
+        return Snapshot(
+            blocks=blocks,
+            load=Load(
+                num_free_blocks=blocks.free + blocks.cached,
+                num_running=statistics.num_running,
+                num_waiting=statistics.num_waiting,
+                num_waiting_tokens=self._num_waiting_tokens(),
+                tokens_per_s=self._tokens_per_s,
+                sessions=frozenset(transfers.sessions),
+            ),
+            transfers=transfers,
+            num_live=self._num_live(),
+            num_steps=self.engine.num_steps,
+            num_preemptions=statistics.num_preemptions,
+            num_prefix_queries=statistics.num_prefix_queries,
+            num_prefix_hits=statistics.num_prefix_hits,
+        )

@@ -1,0 +1,227 @@
+"""A node as a process: load the model, start the three kinds of thread, serve routers, drain on SIGTERM.
+
+The event loop (this file and the links) never touches the engine's state: it posts messages to the engine thread and
+gets reports back. The connector's thread is the role's; it wakes the engine thread when it has events.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from kvrelay import __version__
+from kvrelay.engine import model_store, process, secret
+from kvrelay.engine.clock import Clock, MonotonicClock
+from kvrelay.engine.errors import KvrelayError
+from kvrelay.engine.legs import Delta, Peer
+from kvrelay.engine.log import configure, fields, get_logger
+from kvrelay.engine.model_info import ModelInfo
+from kvrelay.engine.request import RequestKey
+from kvrelay.engine.step import Executor
+from kvrelay.node.config import NodeConfig
+from kvrelay.node.core import NodeCore, OnReport
+from kvrelay.node.engine_thread import EngineThread
+from kvrelay.node.link import NodeIdentity, RouterLink
+from kvrelay.node.report import Snapshot, Start
+from kvrelay.node.server import NodeServer
+
+log = get_logger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeParts:
+    """What a role builds its core from."""
+
+    info: ModelInfo
+    executor: Executor
+    epoch: str
+    name: str
+    cluster_secret: str
+    advertise: str
+    clock: Clock
+    wake: Callable[[], None]
+    on_report: OnReport
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What tells one node's process from another's."""
+
+    name: str  # "prefill" or "decode"
+    build: Callable[[NodeParts], tuple[NodeCore, str]]  # -> core and its connector's address, if others dial it
+
+
+def run_node(config: NodeConfig, role: Role) -> int:
+    """Run a node until it is told to stop. Blocking.
+
+    Returns: the exit code: 0 after a drain, 1 if its engine died. Raises: KvrelayError if it cannot start.
+    """
+    process.end_with_parent()
+    epoch = secret.new_epoch()
+    name = config.name or f"{role.name}-{epoch[:4]}"
+    configure(name, as_json=config.log_json)
+    cluster_secret = process.cluster_secret()
+    process.check_bind(config.bind, cluster_secret, config.insecure)
+    log.info("config", extra=fields(version=__version__, epoch=epoch, **asdict(config)))
+    # An idle node must use no CPU: OpenMP's threads wait without spinning. To be set before torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    info = model_store.load_info(config.model)
+    from kvrelay.engine.model_runner import ModelRunner  # torch takes seconds, and the variables above come first
+
+    runner = ModelRunner.load(info, config)
+
+    def build(wake: Callable[[], None], on_report: OnReport) -> tuple[NodeCore, str]:
+        return role.build(
+            NodeParts(
+                info=info,
+                executor=runner,
+                epoch=epoch,
+                name=name,
+                cluster_secret=cluster_secret,
+                advertise=config.advertise or config.bind,
+                clock=MonotonicClock(),
+                wake=wake,
+                on_report=on_report,
+            )
+        )
+
+    def identify(grpc_port: int, connector_address: str) -> NodeIdentity:
+        return NodeIdentity(
+            role=role.name,
+            epoch=epoch,
+            name=name,
+            version=__version__,
+            model=info.name,
+            model_fingerprint=info.fingerprint,
+            vocab_size=info.vocab_size,
+            kv_layout=runner.layout,
+            max_model_len=min(runner.max_model_len, runner.num_blocks * runner.layout.block_size),
+            num_blocks=runner.num_blocks,
+            grpc_address=f"{config.advertise or config.bind}:{grpc_port}",
+            connector_address=connector_address,
+            cluster_secret=cluster_secret,
+        )
+
+    return asyncio.run(_NodeProcess(config, role, epoch, name).serve(build, identify))
+
+
+class _NodeProcess:
+    """The event loop's side of a node. Implements LinkEvents."""
+
+    def __init__(self, config: NodeConfig, role: Role, epoch: str, name: str) -> None:
+        self._config = config
+        self._role = role
+        self._epoch = epoch
+        self._name = name
+        self._clock: Clock = MonotonicClock()
+        self._engine = EngineThread(self._on_engine_death)
+        self._links: tuple[RouterLink, ...] = ()
+        self._peers: dict[str, tuple[Peer, ...]] = {}  # by router address
+
+    async def serve(
+        self,
+        build: Callable[[Callable[[], None], OnReport], tuple[NodeCore, str]],
+        identify: Callable[[int, str], NodeIdentity],
+    ) -> int:
+        """Serve until a signal, a router's Drain or the engine's death."""
+        self._loop = asyncio.get_running_loop()
+        self._stop = process.stop_on_signals()
+        self._reported = asyncio.Event()
+        self._died = False
+        self._core, connector_address = build(self._engine.wake, self._on_report_from_engine)
+        self._snapshot = self._core.snapshot()
+        self._engine.start(self._core)
+        server = NodeServer(self._role.name, self._epoch, self._name, self._statistics)
+        running: list[asyncio.Task[None]] = []
+        try:
+            identity = identify(await server.start(self._config.bind, self._config.port), connector_address)
+            log.info("listening", extra=fields(grpc=identity.grpc_address, connector=connector_address or "-"))
+            self._links = tuple(RouterLink(address, identity, self) for address in self._config.router)
+            running = [asyncio.create_task(link.run()) for link in self._links]
+            await self._serve_until_stopped(identity)
+            await server.drain()
+            await self._drain()
+        finally:
+            await asyncio.gather(*(link.stop(task) for link, task in zip(self._links, running, strict=True)))
+            await asyncio.to_thread(self._engine.stop, CLOSE_TIMEOUT_S)
+            await server.stop()
+        return 1 if self._died else 0
+
+    async def _serve_until_stopped(self, identity: NodeIdentity) -> None:
+        stopping = asyncio.create_task(self._stop.wait())
+        joined = [asyncio.create_task(link.registered.wait()) for link in self._links]
+        await asyncio.wait([stopping, *joined], return_when=asyncio.FIRST_COMPLETED)
+        for task in joined:
+            task.cancel()
+        if not self._stop.is_set():
+            process.announce_ready(
+                role=self._role.name, grpc=identity.grpc_address, connector=identity.connector_address
+            )
+        await stopping
+
+    async def _drain(self) -> None:
+        """Take nothing new; let what runs here end, and its KV be delivered."""
+        log.info("draining", extra=fields(num_live=self._snapshot.num_live))
+        for link in self._links:
+            link.send_draining()
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                while self._snapshot.num_live and not self._died:
+                    self._reported.clear()
+                    await self._reported.wait()
+        except TimeoutError:
+            log.warning("drain_timed_out", extra=fields(num_live=self._snapshot.num_live))
+
+    # --- from the engine thread
+
+    def _on_report_from_engine(self, deltas: tuple[Delta, ...], snapshot: Snapshot) -> None:
+        self._loop.call_soon_threadsafe(self._on_report, deltas, snapshot)
+
+    def _on_engine_death(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._die)
+
+    def _die(self) -> None:
+        self._died = True
+        self._stop.set()
+        self._reported.set()
+
+    def _on_report(self, deltas: tuple[Delta, ...], snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._reported.set()
+        for link in self._links:
+            link.send_step(tuple(delta for delta in deltas if link.owns(delta.key)), snapshot)
+
+    # --- LinkEvents
+
+    def on_start(self, start: Start) -> None:
+        self._engine.post(lambda: self._core.start(start))
+
+    def on_cancel(self, key: RequestKey) -> None:
+        self._post_quietly(lambda: self._core.cancel(key))
+
+    def on_peers(self, link: RouterLink, peers: tuple[Peer, ...]) -> None:
+        self._peers[link.address] = peers
+        every = {peer.epoch: peer for known in self._peers.values() for peer in known}
+        self._post_quietly(lambda: self._core.set_peers(every.values()))
+
+    def on_drain(self) -> None:
+        self._stop.set()
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    def snapshot(self) -> Snapshot:
+        return self._snapshot
+
+    def _statistics(self) -> Snapshot:
+        """The last report, with the transfers as they are now: they go on while the engine idles."""
+        return replace(self._snapshot, transfers=self._core.transfer_statistics())
+
+    def _post_quietly(self, message: Callable[[], None]) -> None:
+        """Post what has nobody to answer to. A full inbox means an engine that has stood still for long."""
+        try:
+            self._engine.post(message)
+        except KvrelayError:
+            log.exception("inbox_full")

@@ -1,0 +1,31 @@
+"""What a node says to its routers and of itself, before it becomes protobuf."""
+
+from dataclasses import dataclass
+
+from kvrelay.connector.base import ConnectorStatistics
+from kvrelay.engine.block_pool import BlockCounts
+from kvrelay.engine.legs import Leg, Load
+from kvrelay.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A router asks for one leg of one request. `peer_epoch` is the other node of the hand-off, if there is one."""
+
+    leg: Leg
+    request: Request
+    peer_epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A node's statistics at one moment between two steps."""
+
+    blocks: BlockCounts
+    load: Load
+    transfers: ConnectorStatistics
+    num_live: int = 0  # legs and transfers that have not ended
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0

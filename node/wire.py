@@ -1,0 +1,162 @@
+"""Protobuf to a node's own types and back. Generated classes travel no further in than this file and the link."""
+
+from kvrelay.engine.errors import InvalidArgument
+from kvrelay.engine.kv_layout import KVLayout
+from kvrelay.engine.legs import Delta, HandoffReport, Leg, LegReport, Load, Peer
+from kvrelay.engine.request import Request, RequestKey, SamplingParams
+from kvrelay.node.report import Snapshot, Start
+from kvrelay.proto import inference_pb2, node_pb2
+
+ROLES = {"prefill": node_pb2.ROLE_PREFILL, "decode": node_pb2.ROLE_DECODE}
+
+_LEGS = {
+    node_pb2.Start.LEG_PREFILL: Leg.PREFILL,
+    node_pb2.Start.LEG_DECODE: Leg.DECODE,
+    node_pb2.Start.LEG_WHOLE: Leg.WHOLE,
+}
+
+
+def read_start(message: node_pb2.Start, now: float, vocab_size: int) -> Start:
+    """A router's Start on this node's clock.
+
+    Raises: InvalidArgument; a router has validated all this, but a node trusts no peer with its memory.
+    """
+    if message.leg not in _LEGS:
+        raise InvalidArgument("leg", message.leg, "unknown")
+    ids = (*message.prompt_token_ids, *message.output_token_ids)
+    if not message.prompt_token_ids:
+        raise InvalidArgument("prompt_token_ids", [], "must not be empty")
+    if max(ids) >= vocab_size:
+        raise InvalidArgument("prompt_token_ids", max(ids), f"must be below the vocabulary's size, {vocab_size}")
+    request = Request(
+        key=RequestKey(message.request_id, message.attempt),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        output_token_ids=tuple(message.output_token_ids),
+        sampling=read_sampling(message.sampling),
+        priority=message.priority,
+        arrival=now,
+        deadline=now + message.timeout_s,
+        cache_salt=message.cache_salt,
+    )
+    return Start(_LEGS[message.leg], request, message.peer_epoch)
+
+
+def read_sampling(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """Sampling parameters as a router sends them: the fields that a node does not act on stay at their defaults.
+
+    Raises: InvalidArgument for a count that would upset a whole step.
+    """
+    for name, least in (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0)):
+        if getattr(message, name) < least:
+            raise InvalidArgument(name, getattr(message, name), f"must be at least {least}")
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        seed=message.seed,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def read_peers(message: node_pb2.Peers) -> tuple[Peer, ...]:
+    return tuple(Peer(peer.epoch, peer.connector_address) for peer in message.decode_nodes)
+
+
+def write_step(deltas: tuple[Delta, ...], snapshot: Snapshot) -> node_pb2.NodeMessage:
+    """One message for all that one step brought."""
+    return node_pb2.NodeMessage(
+        step=node_pb2.Step(deltas=[_write_delta(delta) for delta in deltas], load=write_load(snapshot.load))
+    )
+
+
+def write_load(load: Load) -> node_pb2.Load:
+    return node_pb2.Load(
+        num_free_blocks=load.num_free_blocks,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        tokens_per_s=load.tokens_per_s,
+        sessions=sorted(load.sessions),
+    )
+
+
+def write_layout(layout: KVLayout) -> node_pb2.KVLayout:
+    return node_pb2.KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+    )
+
+
+def write_stats(role: str, epoch: str, name: str, snapshot: Snapshot) -> node_pb2.NodeStats:
+    blocks, transfers = snapshot.blocks, snapshot.transfers
+    return node_pb2.NodeStats(
+        role=ROLES[role],
+        epoch=epoch,
+        name=name,
+        blocks=node_pb2.BlockStats(
+            total=blocks.total,
+            free=blocks.free,
+            cached=blocks.cached,
+            owned=blocks.owned,
+            quarantined=blocks.quarantined,
+        ),
+        transfers=node_pb2.TransferStats(
+            states=transfers.states,
+            num_landed=transfers.num_landed,
+            num_failed=transfers.num_failed,
+            num_bytes=transfers.num_bytes,
+            sessions=transfers.sessions,
+        ),
+        load=write_load(snapshot.load),
+        num_steps=snapshot.num_steps,
+        num_preemptions=snapshot.num_preemptions,
+        num_prefix_queries=snapshot.num_prefix_queries,
+        num_prefix_hits=snapshot.num_prefix_hits,
+    )
+
+
+def _write_delta(delta: Delta) -> node_pb2.Delta:
+    message = node_pb2.Delta(
+        request_id=delta.key.request_id,
+        attempt=delta.key.attempt,
+        choice=delta.choice,
+        first_token_index=delta.first_token_index,
+        token_ids=delta.token_ids,
+        finish_reason=delta.finish_reason or "",
+        ended=delta.ended,
+    )
+    if delta.error is not None:
+        error = delta.error
+        message.error.CopyFrom(node_pb2.Error(code=error.code, message=error.message, retryable=error.retryable))
+    if delta.report is not None:
+        message.report.CopyFrom(_write_leg_report(delta.report))
+    return message
+
+
+def _write_leg_report(report: LegReport) -> node_pb2.LegReport:
+    message = node_pb2.LegReport(
+        queue_ms=report.queue_ms,
+        compute_ms=report.compute_ms,
+        num_cached_tokens=report.num_cached_tokens,
+    )
+    if report.handoff is not None:
+        message.handoff.CopyFrom(_write_handoff(report.handoff))
+    return message
+
+
+def _write_handoff(handoff: HandoffReport) -> inference_pb2.HandoffReport:
+    return inference_pb2.HandoffReport(
+        kv_bytes=handoff.kv_bytes,
+        kv_blocks=handoff.kv_blocks,
+        cached_blocks=handoff.cached_blocks,
+        grant_ms=handoff.grant_ms,
+        transfer_ms=handoff.transfer_ms,
+        transport=handoff.transport,
+    )

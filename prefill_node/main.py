@@ -1,0 +1,33 @@
+"""The prefill node as a process: what its core is made of."""
+
+from kvrelay.connector.factory import make_sender
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.scheduler import Scheduler
+from kvrelay.node.core import NodeCore
+from kvrelay.node.main import NodeParts, Role, run_node
+from kvrelay.prefill_node.admission import PrefillAdmission
+from kvrelay.prefill_node.config import PrefillConfig
+from kvrelay.prefill_node.node import PrefillNode
+
+
+def run(config: PrefillConfig) -> int:
+    """Run a prefill node until it is told to stop. Returns the exit code. Raises: KvrelayError if it cannot start."""
+    return run_node(config, Role("prefill", lambda parts: _build(config, parts)))
+
+
+def _build(config: PrefillConfig, parts: NodeParts) -> tuple[NodeCore, str]:
+    executor = parts.executor
+    pool = BlockPool(executor.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+    scheduler = Scheduler(config, pool, PrefillAdmission(config.block_size, config.watermark))
+    sender = make_sender(
+        region=executor.region,
+        layout=executor.layout,
+        fingerprint=parts.info.fingerprint,
+        epoch=parts.epoch,
+        secret=parts.cluster_secret,
+        wake_up=parts.wake,
+        clock=parts.clock,
+    )
+    engine = Engine(scheduler, executor, parts.info.eos_token_ids, parts.clock)
+    return PrefillNode(engine, sender, parts.clock, parts.on_report, kv_digests=config.kv_digests), ""

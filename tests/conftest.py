@@ -1,0 +1,22 @@
+"""What many tests start from."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.oracle import Oracle
+from support.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random model: float32, context limit 128."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_oracle(tiny_model: Path) -> Iterator[Oracle]:
+    """What one engine by itself makes of the tiny model."""
+    oracle = Oracle(tiny_model)
+    yield oracle
+    oracle.close()

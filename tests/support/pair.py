@@ -1,0 +1,285 @@
+"""A prefill node and a decode node in this process: engine threads, connector and model are real, a test is the router.
+
+It starts both legs, takes what the nodes say, and merges it as a router does. `run` waits for the end; `settle` waits
+until neither node holds anything, and then every block must be free or cached.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support.fake_transport import FakeNetwork, FakeReader, FakeWriter
+from support.oracle import engine_config
+
+from kvrelay.connector.base import CancelOutcome, GrantPlan, KVReceiver, KVSender, Landed, Offer, Released
+from kvrelay.connector.factory import make_receiver, make_sender
+from kvrelay.connector.receiver import Receiver
+from kvrelay.connector.sender import Sender
+from kvrelay.connector.session import Identity
+from kvrelay.decode_node.node import DecodeNode
+from kvrelay.decode_node.scheduler import DecodeScheduler
+from kvrelay.engine.block_pool import BlockPool
+from kvrelay.engine.clock import MonotonicClock
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.errors import KvrelayError
+from kvrelay.engine.legs import Delta, Leg, LegReport, Peer
+from kvrelay.engine.model_info import read_model_info
+from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.engine.request import FinishReason, Request, RequestKey
+from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.secret import new_epoch
+from kvrelay.node.core import NodeCore
+from kvrelay.node.engine_thread import EngineThread
+from kvrelay.node.report import Snapshot, Start
+from kvrelay.prefill_node.admission import PrefillAdmission
+from kvrelay.prefill_node.node import PrefillNode
+
+WAIT_S = 60.0
+
+
+class Node:
+    """One node: its engine thread, and what it has said."""
+
+    def __init__(self, name: str, said: Callable[[str, tuple[Delta, ...]], None]) -> None:
+        self.name = name
+        self.epoch = new_epoch()
+        self.deaths: list[BaseException] = []
+        self._said = said
+        self._changed = threading.Condition()
+        self._snapshot: Snapshot | None = None
+        self.thread = EngineThread(self.deaths.append)
+
+    def on_report(self, deltas: tuple[Delta, ...], snapshot: Snapshot) -> None:
+        with self._changed:
+            self._snapshot = snapshot
+            self._changed.notify_all()
+        self._said(self.name, deltas)
+
+    def run(self, core: NodeCore, pool: BlockPool) -> None:
+        self.core, self.pool = core, pool
+        self.thread.start(core)
+
+    def post(self, message: Callable[[], None]) -> None:
+        self.thread.post(message)
+
+    def wait(self, condition: Callable[[Snapshot], bool]) -> Snapshot:
+        """Until a snapshot is as wished."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._snapshot is not None and condition(self._snapshot), WAIT_S)
+            assert found, f"{self.name}: {self._snapshot}, deaths {self.deaths}"
+            assert self._snapshot is not None
+            return self._snapshot
+
+    def settle(self) -> None:
+        self.wait(lambda s: s.num_live == 0)
+        blocks = self.wait(lambda s: s.blocks.owned == 0).blocks
+        assert blocks.free + blocks.cached + blocks.quarantined == blocks.total
+        assert blocks.quarantined == 0
+        self.pool.check_integrity()
+
+
+class Guard:
+    """Sees that no block is allocated while a transfer that was told of it may still read or write it."""
+
+    def __init__(self, pool: BlockPool, half: Any) -> None:
+        self.violations: list[str] = []
+        self._touched: dict[RequestKey, frozenset[int]] = {}
+        self._allocate, self._events, self._cancel = pool.allocate, half.events, half.cancel
+        pool.allocate = self._guarded_allocate  # type: ignore[method-assign]
+        half.events, half.cancel = self._seen_events, self._seen_cancel
+
+    def touch(self, key: RequestKey, block_ids: Iterable[int]) -> None:
+        self._touched[key] = frozenset(block_ids)
+
+    def _guarded_allocate(self, num_blocks: int) -> list[int]:
+        block_ids = self._allocate(num_blocks)
+        for key, touched in self._touched.items():
+            if not touched.isdisjoint(block_ids):
+                self.violations.append(f"{sorted(touched & set(block_ids))} allocated, but {key} may touch them")
+        return block_ids
+
+    def _seen_events(self) -> list[Any]:
+        events: list[Any] = self._events()
+        for event in events:
+            if isinstance(event, Released | Landed):
+                self._touched.pop(event.key, None)
+        return events
+
+    def _seen_cancel(self, key: RequestKey, *reason: Any) -> CancelOutcome:
+        outcome: CancelOutcome = self._cancel(key, *reason)
+        if outcome is CancelOutcome.FREED:
+            self._touched.pop(key, None)
+        return outcome
+
+
+@dataclass
+class Answer:
+    """What both legs said of one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    errors: dict[str, KvrelayError] = field(default_factory=dict)
+    reports: dict[str, LegReport] = field(default_factory=dict)
+    open_legs: set[str] = field(default_factory=set)
+    num_decode_deltas: int = 0
+
+
+class Pair:
+    """The two nodes and the merging of what they say."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        runners: tuple[ModelRunner, ModelRunner] | None = None,
+        prefill: dict[str, Any] | None = None,
+        decode: dict[str, Any] | None = None,
+        kv_digests: bool = True,
+        network: FakeNetwork | None = None,
+    ) -> None:
+        """`network`: bytes move over it as the test says, instead of over ZMQ."""
+        self.info = read_model_info(model)
+        self._answers: dict[RequestKey, Answer] = {}
+        self._changed = threading.Condition()
+        prefill_config = engine_config(model, **(prefill or {}))
+        decode_config = engine_config(model, **(decode or {}))
+        self._own_runners = runners is None
+        self.runners = runners or (
+            ModelRunner.load(self.info, prefill_config),
+            ModelRunner.load(self.info, decode_config),
+        )
+        clock = MonotonicClock()
+        self.prefill, self.decode = Node("prefill", self._hear), Node("decode", self._hear)
+        runner_p, runner_d = self.runners
+
+        self.receiver, self.sender = self._connect(network)
+        pool_d = BlockPool(runner_d.num_blocks, decode_config.block_size)
+        scheduler_d = DecodeScheduler(decode_config, pool_d)
+        engine_d = Engine(scheduler_d, runner_d, self.info.eos_token_ids, clock)
+        core_d = DecodeNode(
+            engine_d, scheduler_d, self.receiver, clock, self.decode.on_report, vocab_size=self.info.vocab_size
+        )
+        pool_p = BlockPool(runner_p.num_blocks, prefill_config.block_size)
+        admission = PrefillAdmission(prefill_config.block_size, prefill_config.watermark)
+        engine_p = Engine(Scheduler(prefill_config, pool_p, admission), runner_p, self.info.eos_token_ids, clock)
+        core_p = PrefillNode(engine_p, self.sender, clock, self.prefill.on_report, kv_digests=kv_digests)
+        self.offers: dict[RequestKey, Offer] = {}
+        self.grants: dict[RequestKey, GrantPlan] = {}
+        self._guards = {"prefill": Guard(pool_p, self.sender), "decode": Guard(pool_d, self.receiver)}
+        self._spy()
+        self.decode.run(core_d, pool_d)
+        self.prefill.run(core_p, pool_p)
+        peer = Peer(self.decode.epoch, self.receiver.address())
+        self.prefill.post(lambda: core_p.set_peers([peer]))
+        self.prefill.wait(lambda s: self.decode.epoch in s.load.sessions)
+
+    def _connect(self, network: FakeNetwork | None) -> tuple[KVReceiver, KVSender]:
+        (runner_p, runner_d), clock = self.runners, MonotonicClock()
+        nodes = (self.decode, runner_d), (self.prefill, runner_p)
+        decode, prefill = (
+            {"layout": runner.layout, "fingerprint": self.info.fingerprint, "epoch": node.epoch, "secret": "s3cret"}
+            for node, runner in nodes
+        )
+        wake_d, wake_p = self.decode.thread.wake, self.prefill.thread.wake
+        if network is None:
+            receiver = make_receiver(region=runner_d.region, wake_up=wake_d, **decode)
+            return receiver, make_sender(region=runner_p.region, wake_up=wake_p, **prefill)
+        reader = FakeReader(network, runner_d.region)
+        receiver = Receiver(
+            Identity(**decode), runner_d.region, [reader], clock, wake_d, bind="127.0.0.1", port=0, advertise=""
+        )
+        writer = FakeWriter(network, runner_p.region)
+        return receiver, Sender(Identity(**prefill), [writer], clock, wake_p)
+
+    def _spy(self) -> None:
+        """Write down every offer and grant, and have the guards watch their blocks."""
+        offer, grant = self.sender.offer, self.receiver.grant
+
+        def spied_offer(made: Offer) -> None:
+            self.offers[made.key] = made
+            self._guards["prefill"].touch(made.key, made.block_ids)
+            offer(made)
+
+        def spied_grant(key: RequestKey, plan: GrantPlan) -> None:
+            self.grants[key] = plan
+            self._guards["decode"].touch(key, [b for granted in plan.ranges for b in granted.block_ids])
+            grant(key, plan)
+
+        self.sender.offer, self.receiver.grant = spied_offer, spied_grant  # type: ignore[method-assign]
+
+    def start(
+        self, request: Request, *, whole: bool = False, legs: Iterable[str] = ("prefill", "decode")
+    ) -> RequestKey:
+        """Call the nodes for a request; with `legs`, only some of them."""
+        nodes = ["decode"] if whole else list(legs)
+        with self._changed:
+            self._answers[request.key] = Answer(list(request.output_token_ids), open_legs=set(nodes))
+        if "prefill" in nodes:
+            start_p = Start(Leg.PREFILL, request, self.decode.epoch)
+            self.prefill.post(lambda: self.prefill.core.start(start_p))
+        if "decode" in nodes:
+            start_d = Start(Leg.WHOLE if whole else Leg.DECODE, request, "" if whole else self.prefill.epoch)
+            self.decode.post(lambda: self.decode.core.start(start_d))
+        return request.key
+
+    def cancel(self, key: RequestKey) -> None:
+        for node in (self.prefill, self.decode):
+            node.post(lambda node=node: node.core.cancel(key))  # type: ignore[misc]
+
+    def wait(self, key: RequestKey) -> Answer:
+        """Until the answer is whole, or a leg has failed."""
+        answer = self._answers[key]
+        with self._changed:
+            over = self._changed.wait_for(lambda: answer.errors or not answer.open_legs, WAIT_S)
+        assert over, f"no end: {answer}, deaths {self.prefill.deaths + self.decode.deaths}"
+        return answer
+
+    def wait_until(self, key: RequestKey, condition: Callable[[Answer], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: condition(self._answers[key]), WAIT_S), self._answers[key]
+
+    def run(self, request: Request, *, whole: bool = False) -> Answer:
+        """Start, and wait for the end."""
+        return self.wait(self.start(request, whole=whole))
+
+    def run_all(self, requests: Seq[Request]) -> list[Answer]:
+        keys = [self.start(request) for request in requests]
+        return [self.wait(key) for key in keys]
+
+    def settle(self) -> None:
+        for node in (self.prefill, self.decode):
+            node.settle()
+        assert not [violation for guard in self._guards.values() for violation in guard.violations]
+
+    def close(self) -> None:
+        for node in (self.prefill, self.decode):
+            node.thread.stop(WAIT_S)
+        if self._own_runners:
+            for runner in self.runners:
+                runner.close()
+        assert not self.prefill.deaths + self.decode.deaths
+
+    def _hear(self, name: str, deltas: tuple[Delta, ...]) -> None:
+        with self._changed:
+            for delta in deltas:
+                self._merge(name, delta)
+            self._changed.notify_all()
+
+    def _merge(self, name: str, delta: Delta) -> None:
+        answer = self._answers[delta.key]
+        known = len(answer.tokens)
+        assert delta.first_token_index <= known, f"a gap before token {delta.first_token_index}: {answer}"
+        again = known - delta.first_token_index
+        assert list(delta.token_ids[:again]) == answer.tokens[delta.first_token_index :][: len(delta.token_ids)]
+        answer.tokens += delta.token_ids[again:]
+        answer.num_decode_deltas += name == "decode" and bool(delta.token_ids)
+        if delta.finish_reason is not None:
+            answer.finish_reason = delta.finish_reason
+        if delta.report is not None:
+            answer.reports[name] = delta.report
+        if delta.error is not None:
+            answer.errors[name] = delta.error
+        if delta.ended:
+            answer.open_legs.discard(name)
