@@ -1,0 +1,122 @@
+"""What the commands that are no role are told. The fields' docstrings are the flags' help."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(EngineConfig):
+    """Starts a router, prefill nodes and decode nodes on this machine, as processes that end with this one."""
+
+    threads: int = 0
+    """CPU threads of each node; 0: the cores that this process may run on, divided among the nodes."""
+    prefill: int = 1
+    """Number of prefill nodes; 0: the decode nodes compute prompts as well."""
+    decode: int = 1
+    """Number of decode nodes."""
+    port: int = 0
+    """Port of the router's gRPC; 0: 7070, or any free one where that is taken."""
+    drain_timeout_s: float = 5.0
+    """How long requests may still run after Ctrl-C."""
+    ready_timeout_s: float = 300.0
+    """How long the roles may take until all are ready."""
+    verbose: bool = False
+    """Show the roles' logs; else their last lines are shown if one fails."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prefill < 0:
+            raise ConfigError(f"prefill = {self.prefill}: must not be negative")
+        if self.decode < 1:
+            raise ConfigError(f"decode = {self.decode}: must be at least 1")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port = {self.port}: must be in [0, 65535]")
+        for name in ("drain_timeout_s", "ready_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig(UpConfig):
+    """Starts a router and its nodes, asks one question through gRPC, shows where the time went, and stops."""
+
+    prompt: str = "What is the capital of France?"
+    """The question."""
+    max_tokens: int = 64
+    """Most tokens of the answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Sends prompts to a router and streams the answers; limits that are not given are left to the router."""
+
+    prompt: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT ...", help_behavior_hint="")]
+    """Each is a user's message, in the model's chat template; they run at once, and the answers are shown in order. A
+    - reads one from standard input."""
+    router: str = "127.0.0.1:7070"
+    """Address of the router."""
+    model: str = ""
+    """Model that is asked for; empty: whatever is served."""
+    raw: bool = False
+    """Send each prompt as it is, without the chat template."""
+    max_tokens: int | None = None
+    """Most tokens of an answer; by default as many as the context allows."""
+    min_tokens: int | None = None
+    """Tokens before which nothing ends an answer."""
+    temperature: float = 0.0
+    """Randomness; 0: always the likeliest token, the same answer each time."""
+    top_k: int | None = None
+    """Sample among this many likeliest tokens; 0: all."""
+    top_p: float | None = None
+    """Sample among the likeliest tokens that have this much probability together."""
+    min_p: float | None = None
+    """Sample among tokens at least this likely, relative to the likeliest."""
+    seed: int | None = None
+    """Seed of the sampling; the same seed gives the same answer."""
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    """Text that ends an answer; may be given several times."""
+    stop_token_ids: UseAppendAction[tuple[int, ...]] = ()
+    """Token that ends an answer; may be given several times."""
+    ignore_eos: bool = False
+    """Go on after the model's end of text."""
+    priority: int = 0
+    """Lower runs first."""
+    timeout_s: float | None = None
+    """Time limit of each answer."""
+    json: bool = False
+    """Print one JSON object a line and prompt: text, token_ids, finish_reason, usage, timings, handoff."""
+    timings: bool = False
+    """Show on standard error where each answer's time went."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError("prompt: at least one is needed")
+        if self.prompt.count("-") > 1:
+            raise ConfigError("prompt: standard input can be read only once")
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s = {self.timeout_s}: must be positive")
+
+    def sampling(self) -> dict[str, object]:
+        """The sampling parameters to send, by their names on the wire."""
+        names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        given: dict[str, object] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        given |= {name: list(getattr(self, name)) for name in ("stop", "stop_token_ids") if getattr(self, name)}
+        return given | ({"ignore_eos": True} if self.ignore_eos else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """Asks a role's gRPC health service: exit code 0 if it serves, 4 if it drains or does not answer."""
+
+    address: Annotated[Positional[str], arg(metavar="ADDRESS", help_behavior_hint="(default: 127.0.0.1:7070)")] = (
+        "127.0.0.1:7070"
+    )
+    """host:port of a router or node."""
+    timeout_s: float = 5.0
+    """How long to wait for an answer."""

@@ -1,0 +1,175 @@
+"""The `kvrelay` command: finds the subcommand, makes its flags from its config, turns errors into exit codes.
+
+Everything a subcommand needs is imported when it runs, so that `kvrelay --help` and the clients start fast.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import TypeVar
+
+from kvrelay.engine.errors import ConfigError, KvrelayError, ModelError, NotFound
+
+Config = TypeVar("Config")
+
+
+class ExitCode(IntEnum):
+    """What the process's exit code says; README.md has the same table."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    MODEL = 3
+    UNAVAILABLE = 4
+    INTERRUPTED = 130
+
+
+_HELP = """\
+usage: kvrelay COMMAND [OPTIONS]
+
+Disaggregated LLM serving: prefill on one node, decode on another, the KV cache handed over between them.
+
+commands on this machine:
+  up          start a router and its nodes, and stop them with Ctrl-C
+  demo        the same, ask one question, show where the time went, stop
+
+roles, one process each:
+  router      takes requests in, places them on nodes, carries the tokens home
+  prefill     computes prompts and pushes their KV to decode nodes
+  decode      waits for KV and runs the decode batches
+
+clients of a router:
+  generate    send prompts, stream the answers
+  health      ask whether a router or a node serves
+
+options:
+  -h, --help  show this and exit; `kvrelay COMMAND --help` shows a command's own flags
+  --version   show the version and exit
+
+exit codes:
+  0    done; for up and the roles: stopped by a signal after serving
+  1    failed
+  2    wrong usage or configuration, or a request that can never be served
+  3    the model is missing or broken
+  4    unavailable: no router, a node was lost, or too much waits already; may be tried again
+  130  interrupted
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns: the exit code. Raises: SystemExit from the flags' parser (0 for --help, else 2)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command, rest = (given[0], given[1:]) if given else ("", [])
+    if command in ("-h", "--help"):
+        print(_HELP, end="")
+        return ExitCode.OK
+    if command == "--version":
+        from kvrelay import __version__
+
+        print(f"kvrelay {__version__}")
+        return ExitCode.OK
+    if command not in _COMMANDS:
+        said = f"no such command: {command!r}" if command else "a command is needed"
+        print(f"kvrelay: {said}; `kvrelay --help` lists them", file=sys.stderr)
+        return ExitCode.USAGE
+    try:
+        return _COMMANDS[command](rest)
+    except KvrelayError as error:
+        print(f"kvrelay {command}: {error}", file=sys.stderr)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has left; the interpreter's last flush must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FAILED
+
+
+def exit_code(error: KvrelayError) -> ExitCode:
+    """The exit code that stands for an error, be it ours or one that another process told us."""
+    if isinstance(error, ModelError) or error.code == NotFound.code:
+        return ExitCode.MODEL
+    if isinstance(error, ConfigError) or error.code == "INVALID_ARGUMENT":
+        return ExitCode.USAGE
+    return ExitCode.UNAVAILABLE if error.retryable else ExitCode.FAILED
+
+
+def _parse(config: type[Config], command: str, arguments: Sequence[str]) -> Config:
+    """A config from flags, which tyro makes from its fields. Raises: SystemExit, ConfigError."""
+    import tyro
+
+    return tyro.cli(config, prog=f"kvrelay {command}", args=arguments)
+
+
+def _up(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import UpConfig
+
+    config = _parse(UpConfig, "up", arguments)
+    from kvrelay.cli.up import run
+
+    return run(config)
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import DemoConfig
+
+    config = _parse(DemoConfig, "demo", arguments)
+    from kvrelay.cli.demo import run
+
+    return run(config)
+
+
+def _router(arguments: Sequence[str]) -> int:
+    from kvrelay.router.config import RouterConfig
+
+    config = _parse(RouterConfig, "router", arguments)
+    from kvrelay.router.main import run
+
+    return run(config)
+
+
+def _prefill(arguments: Sequence[str]) -> int:
+    from kvrelay.prefill_node.config import PrefillConfig
+
+    config = _parse(PrefillConfig, "prefill", arguments)
+    from kvrelay.prefill_node.main import run
+
+    return run(config)
+
+
+def _decode(arguments: Sequence[str]) -> int:
+    from kvrelay.decode_node.config import DecodeConfig
+
+    config = _parse(DecodeConfig, "decode", arguments)
+    from kvrelay.decode_node.main import run
+
+    return run(config)
+
+
+def _generate(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import GenerateConfig
+
+    config = _parse(GenerateConfig, "generate", arguments)
+    from kvrelay.cli.generate import run
+
+    return run(config)
+
+
+def _health(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import HealthConfig
+
+    config = _parse(HealthConfig, "health", arguments)
+    from kvrelay.cli.health import run
+
+    return run(config)
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "up": _up,
+    "demo": _demo,
+    "router": _router,
+    "prefill": _prefill,
+    "decode": _decode,
+    "generate": _generate,
+    "health": _health,
+}

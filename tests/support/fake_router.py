@@ -1,0 +1,56 @@
+"""A router's gRPC without nodes behind it: echoes each prompt word by word, and keeps what it was asked."""
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvrelay.proto import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
+
+# A prompt that begins so ends with the gRPC status that follows.
+FAIL = "fail "
+
+
+class FakeRouter(inference_pb2_grpc.InferenceServicer, node_pb2_grpc.ClusterServicer):
+    """Serves on `address` while `serving` is entered."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self.health = health.aio.HealthServicer()
+        self.nodes: list[node_pb2.ClusterNode] = []
+
+    async def Generate(self, request, context):  # noqa: N802
+        self.requests.append(request)
+        prompt = request.text or request.chat.messages[0].content
+        if prompt.startswith(FAIL):
+            await context.abort(grpc.StatusCode[prompt.removeprefix(FAIL)], "as asked")
+        for index, word in enumerate(prompt.split()):
+            yield inference_pb2.GenerateResponse(text=f"{word} ", token_ids=[index], first_token_index=index)
+        yield inference_pb2.GenerateResponse(
+            text="end",
+            finish_reason="stop",
+            usage=inference_pb2.Usage(prompt_tokens=7, completion_tokens=index + 1, cached_tokens=2),
+            timings=inference_pb2.Timings(ttft_ms=30, route_ms=1, prefill_ms=29, second_token_ms=40, total_ms=130),
+            handoff=inference_pb2.HandoffReport(kv_bytes=368640, kv_blocks=1, transport="zmq", prefill_node="p"),
+        )
+
+    async def GetCluster(self, request, context):  # noqa: N802
+        return node_pb2.ClusterState(model="fake", nodes=self.nodes)
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[FakeRouter]:
+    """A fake router on a free port of the loopback."""
+    server, router = grpc.aio.server(), FakeRouter()
+    inference_pb2_grpc.add_InferenceServicer_to_server(router, server)
+    node_pb2_grpc.add_ClusterServicer_to_server(router, server)
+    health_pb2_grpc.add_HealthServicer_to_server(router.health, server)
+    router.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    await router.health.set("", health_pb2.HealthCheckResponse.SERVING)
+    try:
+        yield router
+    finally:
+        await server.stop(grace=None)
