@@ -107,7 +107,7 @@ class ModelRunner:
 
 def _sample_row(item: Scheduled) -> SampleRow:
     sequence = item.sequence
-    return SampleRow(sequence.request.sampling, sequence.choice, item.end, sequence.num_output_tokens)
+    return SampleRow(sequence.request.sampling, sequence.choice, sequence.token_ids, sequence.num_prompt_tokens)
 
 
 def _dtype(info: ModelInfo, config: EngineConfig) -> str:

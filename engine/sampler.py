@@ -11,6 +11,7 @@ Shapes: S rows that sample, V vocabulary.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
@@ -31,8 +32,18 @@ class SampleRow:
 
     sampling: SamplingParams
     choice: int
-    position: int  # of the new token in its sequence
-    num_output_tokens: int  # before the new one
+    token_ids: Seq[int]  # of the sequence so far: prompt, then output
+    num_prompt_tokens: int
+
+    @property
+    def position(self) -> int:
+        """Of the new token in its sequence."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Before the new one."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
 
 class Sampler:
@@ -62,9 +73,17 @@ class Sampler:
 
     def _processors(self, row: SampleRow) -> list[Callable[[Tensor], None]]:
         """What this row's parameters ask for, in the order in which it is applied."""
+        sampling = row.sampling
         processors: list[Callable[[Tensor], None]] = []
-        if row.num_output_tokens + 1 < row.sampling.min_tokens:
-            processors.append(_forbid({*self._eos_token_ids, *row.sampling.stop_token_ids}))
+        if row.num_output_tokens + 1 < sampling.min_tokens:
+            processors.append(_forbid({*self._eos_token_ids, *sampling.stop_token_ids}))
+        if sampling.logit_bias:
+            processors.append(_add_bias(sampling.logit_bias))
+        if sampling.repetition_penalty != 1.0:
+            processors.append(_penalise_repetition(row.token_ids, sampling.repetition_penalty))
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            output_ids = row.token_ids[row.num_prompt_tokens :]
+            processors.append(_penalise_output(output_ids, sampling.presence_penalty, sampling.frequency_penalty))
         return processors
 
 
@@ -91,6 +110,43 @@ def _forbid(token_ids: set[int]) -> Callable[[Tensor], None]:
         logits_V[[token_id for token_id in token_ids if 0 <= token_id < len(logits_V)]] = -math.inf
 
     return process
+
+
+def _add_bias(logit_bias: Seq[tuple[int, float]]) -> Callable[[Tensor], None]:
+    """Each token's bias is added to its logit."""
+
+    def process(logits_V: Tensor) -> None:
+        ids = _tensor([token_id for token_id, _ in logit_bias], logits_V)
+        logits_V[ids] += logits_V.new_tensor([bias for _, bias in logit_bias])
+
+    return process
+
+
+def _penalise_repetition(token_ids: Seq[int], penalty: float) -> Callable[[Tensor], None]:
+    """A token of the prompt or the output has its logit divided by the penalty, or multiplied where it is negative
+    (Keskar et al. 2019)."""
+
+    def process(logits_V: Tensor) -> None:
+        ids = _tensor(sorted(set(token_ids)), logits_V)
+        logits = logits_V[ids]
+        logits_V[ids] = torch.where(logits > 0, logits / penalty, logits * penalty)
+
+    return process
+
+
+def _penalise_output(token_ids: Seq[int], presence: float, frequency: float) -> Callable[[Tensor], None]:
+    """A token loses `presence` once it is in the output, and `frequency` for each time it is."""
+
+    def process(logits_V: Tensor) -> None:
+        counts = Counter(token_ids)
+        ids = _tensor(list(counts), logits_V)
+        logits_V[ids] -= _tensor(list(counts.values()), logits_V) * frequency + presence
+
+    return process
+
+
+def _tensor(token_ids: Seq[int], logits_V: Tensor) -> Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=logits_V.device)
 
 
 def _first_largest(logits_SV: Tensor) -> tuple[Tensor, Tensor]:

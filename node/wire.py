@@ -26,8 +26,10 @@ def read_start(message: node_pb2.Start, now: float, vocab_size: int) -> Start:
     ids = (*message.prompt_token_ids, *message.output_token_ids)
     if not message.prompt_token_ids:
         raise InvalidArgument("prompt_token_ids", [], "must not be empty")
-    if max(ids) >= vocab_size:
-        raise InvalidArgument("prompt_token_ids", max(ids), f"must be below the vocabulary's size, {vocab_size}")
+    for field, named in (("prompt_token_ids", ids), ("logit_bias", tuple(message.sampling.logit_bias))):
+        wrong = next((token_id for token_id in named if not 0 <= token_id < vocab_size), None)
+        if wrong is not None:
+            raise InvalidArgument(field, wrong, f"token ids must be in [0, {vocab_size})")
     request = Request(
         key=RequestKey(message.request_id, message.attempt),
         prompt_token_ids=tuple(message.prompt_token_ids),
@@ -49,6 +51,8 @@ def read_sampling(message: inference_pb2.SamplingParams) -> SamplingParams:
     for name, least in (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0)):
         if getattr(message, name) < least:
             raise InvalidArgument(name, getattr(message, name), f"must be at least {least}")
+    if not message.repetition_penalty > 0:
+        raise InvalidArgument("repetition_penalty", message.repetition_penalty, "must be above 0")
     return SamplingParams(
         max_tokens=message.max_tokens,
         seed=message.seed,
@@ -57,6 +61,10 @@ def read_sampling(message: inference_pb2.SamplingParams) -> SamplingParams:
         top_k=message.top_k,
         top_p=message.top_p,
         min_p=message.min_p,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
     )

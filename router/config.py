@@ -6,7 +6,14 @@ from kvrelay.engine.config import parse_size
 from kvrelay.engine.errors import ConfigError
 
 _AT_LEAST_ONE = ("max_requests", "max_messages", "max_id_length", "max_nodes", "max_node_backlog")
-_NOT_NEGATIVE = ("max_model_len", "max_stop_strings", "max_stop_length", "max_stop_token_ids", "drain_timeout_s")
+_NOT_NEGATIVE = (
+    "max_model_len",
+    "max_stop_strings",
+    "max_stop_length",
+    "max_stop_token_ids",
+    "max_logit_bias",
+    "drain_timeout_s",
+)
 _POSITIVE_S = ("default_timeout_s", "max_timeout_s", "node_lease_s")
 
 
@@ -48,6 +55,8 @@ class RouterConfig:
     """Longest stop string, in characters."""
     max_stop_token_ids: int = 64
     """Most stop token ids of one request."""
+    max_logit_bias: int = 1024
+    """Most tokens whose logits one request may change."""
     max_id_length: int = 256
     """Longest request id and longest cache salt, in characters."""
     node_lease_s: float = 5.0

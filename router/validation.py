@@ -4,7 +4,7 @@ field, its value and the limit. Pure; `check_*` run before anything is tokenised
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from kvrelay.engine.errors import InvalidArgument, NotFound
@@ -17,8 +17,8 @@ _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-
 _MAX_TRACESTATE = 512
 
 # Fields whose function is not there; anything but the default is refused, never ignored.
-_UNSUPPORTED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "prompt_logprobs", "n")
-_UNSUPPORTED_LISTS = ("logit_bias", "bad_words")
+_UNSUPPORTED = ("logprobs", "prompt_logprobs", "n")
+_UNSUPPORTED_LISTS = ("bad_words",)
 
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
@@ -177,8 +177,20 @@ def _check_sampling(raw: RawSampling, limits: Limits) -> None:
     _within("top_p", raw.top_p, 0.0, 1.0, open_low=True)
     _within("min_p", raw.min_p, 0.0, 1.0)
     _at_least("top_k", raw.top_k, -1)
+    _within("presence_penalty", raw.presence_penalty, -2.0, 2.0)
+    _within("frequency_penalty", raw.frequency_penalty, -2.0, 2.0)
+    _within("repetition_penalty", raw.repetition_penalty, 0.0, 100.0, open_low=True)
+    _check_logit_bias(raw.logit_bias, limits)
     if raw.seed is not None and not 0 <= raw.seed < 2**64:
         raise InvalidArgument("seed", raw.seed, "must be in [0, 2^64)")
+
+
+def _check_logit_bias(logit_bias: Mapping[int, float], limits: Limits) -> None:
+    if len(logit_bias) > limits.config.max_logit_bias:
+        raise InvalidArgument("logit_bias", f"{len(logit_bias)} entries", f"at most {limits.config.max_logit_bias}")
+    check_token_ids("logit_bias", tuple(logit_bias), limits.vocab_size)
+    for token_id, bias in logit_bias.items():
+        _within(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
 
 def _check_unsupported(raw: RawSampling) -> None:
@@ -199,6 +211,10 @@ def _make_sampling(raw: RawSampling, max_tokens: int, seed: int, vocab_size: int
         "top_k": top_k if 0 < top_k < vocab_size else 0,  # 0: all
         "top_p": raw.top_p,
         "min_p": raw.min_p,
+        "presence_penalty": raw.presence_penalty,
+        "frequency_penalty": raw.frequency_penalty,
+        "repetition_penalty": raw.repetition_penalty,
+        "logit_bias": tuple(sorted(raw.logit_bias.items())),
         "stop": tuple(raw.stop),
         "stop_token_ids": tuple(raw.stop_token_ids),
         "include_stop_str_in_output": raw.include_stop_str_in_output,

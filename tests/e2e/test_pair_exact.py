@@ -190,6 +190,36 @@ def test_a_resumed_request_goes_on_where_it_was(make_pair: MakePair, tiny_oracle
         assert answer.tokens == expected
 
 
+PENALISED = SAMPLED | {
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "logit_bias": ((5, 3.0), (9, -100.0)),
+}
+
+
+def test_penalties_count_the_same_tokens_on_either_node(make_pair: MakePair, tiny_oracle: Oracle) -> None:
+    """Through both legs, on one node, and for a request that is resumed: prompt and output stay apart."""
+    prompt = random_prompt(37)
+    expected = tiny_oracle.generate(prompt, seed=7, **PENALISED)
+    assert expected != tiny_oracle.generate(prompt, seed=7, **SAMPLED)
+    pair = make_pair()
+    assert pair.run(make_request(prompt, "apart", seed=7, **PENALISED)).tokens == expected
+    assert pair.run(make_request(prompt, "whole", seed=7, **PENALISED), whole=True).tokens == expected
+    resumed = make_request(prompt, "resumed", output=expected[:9], seed=7, **PENALISED)
+    assert pair.run(resumed).tokens == expected
+
+
+def test_penalties_survive_a_preemption(make_pair: MakePair, tiny_oracle: Oracle) -> None:
+    sampling = PENALISED | {"max_tokens": 60}
+    prompts = [random_prompt(30, seed=i) for i in range(4)]
+    pair = make_pair(decode={"num_blocks": 14})
+    answers = pair.run_all([make_request(p, f"r{i}", seed=i, **sampling) for i, p in enumerate(prompts)])
+    for i, answer in enumerate(answers):
+        assert answer.tokens == tiny_oracle.generate(prompts[i], seed=i, **sampling)
+    assert pair.decode.wait(lambda s: s.num_live == 0).num_preemptions > 0
+
+
 def test_a_prefill_pool_of_two_prompts_serves_twenty_in_a_row(make_pair: MakePair, tiny_oracle: Oracle) -> None:
     """A07, B01: source blocks stay until they are read; what has no room waits."""
     prompts = [random_prompt(4 * BLOCK + 3, seed=i) for i in range(20)]

@@ -24,10 +24,14 @@ rows = st.builds(
         top_p=st.sampled_from([1.0, 0.999, 0.5, 1e-6]),
         min_p=st.sampled_from([0.0, 0.01, 0.7, 1.0]),
         stop_token_ids=st.sampled_from([(), (0,), (5, 900)]),
+        logit_bias=st.sampled_from([(), ((0, 3.5),), ((4, -100.0), (5, 100.0), (11, 0.25))]),
+        repetition_penalty=st.sampled_from([1.0, 1.5, 0.5, 100.0]),
+        presence_penalty=st.sampled_from([0.0, 1.25, -2.0]),
+        frequency_penalty=st.sampled_from([0.0, 0.5, -0.25]),
     ),
     choice=st.integers(0, 3),
-    position=st.integers(0, 200),
-    num_output_tokens=st.integers(0, 5),
+    token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=5, max_size=200),
+    num_prompt_tokens=st.integers(0, 5),
 )
 
 
@@ -43,6 +47,14 @@ def allowed(logits: np.ndarray, row: SampleRow) -> set[int]:
     scores = logits.astype(np.float64)
     if row.num_output_tokens + 1 < params.min_tokens:
         scores[[i for i in (EOS, *params.stop_token_ids) if i < VOCAB_SIZE]] = -math.inf
+    for token_id, bias in params.logit_bias:
+        scores[token_id] += bias
+    for token_id in set(row.token_ids):
+        divided = scores[token_id] > 0
+        scores[token_id] *= 1 / params.repetition_penalty if divided else params.repetition_penalty
+    output = row.token_ids[row.num_prompt_tokens :]
+    for token_id in set(output):
+        scores[token_id] -= params.presence_penalty + output.count(token_id) * params.frequency_penalty
     if params.temperature < 1e-5:
         return {int(scores.argmax())}
     weights = np.exp((scores - scores.max()) / params.temperature)

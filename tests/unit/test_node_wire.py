@@ -11,7 +11,7 @@ V = 100
 
 
 def start(**changes: object) -> node_pb2.Start:
-    sampling = {"max_tokens": 4, "seed": 2**64 - 1} | changes.pop("sampling", {})  # type: ignore[operator]
+    sampling = {"max_tokens": 4, "seed": 2**64 - 1, "repetition_penalty": 1.0} | changes.pop("sampling", {})  # type: ignore[operator]
     values = {
         "request_id": "r",
         "leg": node_pb2.Start.LEG_WHOLE,
@@ -41,6 +41,10 @@ def test_a_start_is_read_on_the_node_s_own_clock() -> None:
         {"sampling": {"max_tokens": 0}},
         {"sampling": {"min_tokens": -1}},
         {"sampling": {"top_k": -1}},
+        {"sampling": {"repetition_penalty": 0.0}},
+        {"sampling": {"repetition_penalty": float("nan")}},
+        {"sampling": {"logit_bias": {V: 1.0}}},
+        {"sampling": {"logit_bias": {-1: 1.0}}},
     ],
 )
 def test_what_would_upset_the_engine_is_refused(changes: dict[str, object]) -> None:

@@ -14,7 +14,9 @@ EOS = 7
 
 
 def row(*, position: int = 5, choice: int = 0, num_output_tokens: int = 0, **sampling: Any) -> SampleRow:
-    return SampleRow(SamplingParams(**{"max_tokens": 9, "seed": 1, **sampling}), choice, position, num_output_tokens)
+    token_ids = [0] * position
+    params = SamplingParams(**{"max_tokens": 9, "seed": 1, **sampling})
+    return SampleRow(params, choice, token_ids, len(token_ids) - num_output_tokens)
 
 
 def sample_one(logits: list[float], sample_row: SampleRow) -> int | KvrelayError:
