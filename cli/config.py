@@ -77,6 +77,12 @@ class GenerateConfig:
     """Sample among the likeliest tokens that have this much probability together."""
     min_p: float | None = None
     """Sample among tokens at least this likely, relative to the likeliest."""
+    presence_penalty: float | None = None
+    """Taken from a token's score once it is in the answer."""
+    frequency_penalty: float | None = None
+    """Taken from a token's score for each time it is in the answer."""
+    repetition_penalty: float | None = None
+    """Divides the score of tokens that are in the prompt or the answer; 1: none."""
     seed: int | None = None
     """Seed of the sampling; the same seed gives the same answer."""
     stop: UseAppendAction[tuple[str, ...]] = ()
@@ -104,7 +110,8 @@ class GenerateConfig:
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters to send, by their names on the wire."""
-        names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", *penalties)
         given: dict[str, object] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         given |= {name: list(getattr(self, name)) for name in ("stop", "stop_token_ids") if getattr(self, name)}
         return given | ({"ignore_eos": True} if self.ignore_eos else {})

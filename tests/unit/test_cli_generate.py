@@ -55,6 +55,7 @@ def test_a_raw_prompt_goes_as_it_is() -> None:
 
 def test_every_option_reaches_the_router() -> None:
     given = {"max_tokens": 0, "min_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": 0}
+    given |= {"presence_penalty": 0.5, "frequency_penalty": -0.25, "repetition_penalty": 1.5}
     lists = {"stop": ("a", "b"), "stop_token_ids": (5,)}
     _, router = generated("x", model="m", priority=-1, timeout_s=9.0, ignore_eos=True, **given, **lists)
     (request,) = router.requests
