@@ -11,6 +11,8 @@ BIN := .venv/bin
 PROTOS := src/kvrelay/proto/inference.proto src/kvrelay/proto/node.proto src/kvrelay/proto/transfer.proto
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I src
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Tests compute in processes that kvrelay did not start: OpenMP's threads must not spin there either (docs/log.md).
+export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: demo test check proto clean
 .DELETE_ON_ERROR:
