@@ -6,7 +6,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, check_port
 from kvrelay.engine.errors import ConfigError
 
 
@@ -35,8 +35,7 @@ class UpConfig(EngineConfig):
             raise ConfigError(f"prefill = {self.prefill}: must not be negative")
         if self.decode < 1:
             raise ConfigError(f"decode = {self.decode}: must be at least 1")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port = {self.port}: must be in [0, 65535]")
+        check_port("port", self.port)
         for name in ("drain_timeout_s", "ready_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")

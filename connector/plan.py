@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from kvrelay.connector.base import GrantPlan, TokenRange
 from kvrelay.connector.transport.base import Copy
 from kvrelay.engine.errors import InvalidArgument
-from kvrelay.engine.kv_layout import KVLayout
-
-
-def num_blocks_of(num_tokens: int, block_size: int) -> int:
-    return -(-num_tokens // block_size)
+from kvrelay.engine.kv_layout import KVLayout, blocks_for
 
 
 def check_plan(plan: GrantPlan, num_tokens: int, block_size: int) -> None:
@@ -27,7 +23,7 @@ def check_plan(plan: GrantPlan, num_tokens: int, block_size: int) -> None:
             raise InvalidArgument("range.end", granted.end, f"must be in ({granted.start}, {num_tokens}]")
         if granted.end % block_size and granted.end != num_tokens:
             raise InvalidArgument("range.end", granted.end, "must be on a block boundary, or the prompt's end")
-        if len(granted.block_ids) != num_blocks_of(granted.end - granted.start, block_size):
+        if len(granted.block_ids) != blocks_for(granted.end - granted.start, block_size):
             raise InvalidArgument("block_ids", len(granted.block_ids), "must be one for each block of the range")
         position = granted.end
     block_ids = plan_block_ids(plan)
@@ -55,7 +51,7 @@ class PushPlan:
     """What of one offered prompt may be read, what of it is wanted, and what is both and not yet written."""
 
     def __init__(self, block_ids: tuple[int, ...], num_tokens: int, layout: KVLayout) -> None:
-        if len(block_ids) != num_blocks_of(num_tokens, layout.block_size):
+        if len(block_ids) != blocks_for(num_tokens, layout.block_size):
             raise InvalidArgument("block_ids", len(block_ids), f"must hold {num_tokens} tokens exactly")
         self._block_ids = block_ids
         self._num_tokens = num_tokens
@@ -70,7 +66,7 @@ class PushPlan:
     def push(self, tokens: TokenRange, layers: range | None) -> None:
         """These tokens' KV in these layers is final. What was pushed before is not sent again."""
         block_size, num_layers = self._layout.block_size, self._layout.num_layers
-        first, end = tokens.start // block_size, num_blocks_of(tokens.end, block_size)
+        first, end = tokens.start // block_size, blocks_for(tokens.end, block_size)
         if tokens.start % block_size or (tokens.end % block_size and tokens.end != self._num_tokens):
             raise InvalidArgument("tokens", (tokens.start, tokens.end), "must lie on block boundaries")
         layers = range(num_layers) if layers is None else layers

@@ -39,12 +39,12 @@ from kvrelay.connector.messages import (
     OfferMessage,
     TransferMessage,
 )
-from kvrelay.connector.plan import check_plan, num_blocks_of, plan_block_ids, plan_positions
+from kvrelay.connector.plan import check_plan, plan_block_ids, plan_positions
 from kvrelay.connector.session import Identity, Session
 from kvrelay.connector.transport.base import Reader, Region
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import ConfigError
-from kvrelay.engine.kv_layout import KVLayout
+from kvrelay.engine.kv_layout import KVLayout, blocks_for
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import RequestKey
 from kvrelay.engine.secret import new_nonce
@@ -309,7 +309,7 @@ class Receiver:
             checked(True)
             return
         block_size = self._identity.layout.block_size
-        if len(digests) != num_blocks_of(transfer.expectation.num_tokens, block_size):
+        if len(digests) != blocks_for(transfer.expectation.num_tokens, block_size):
             checked(False)
             return
         wanted = [

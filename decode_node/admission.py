@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvrelay.connector.base import GrantedRange, GrantPlan
 from kvrelay.engine.admission import LocalAdmission, Terms
-from kvrelay.engine.block_pool import blocks_for
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.request import Sequence
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvrelay.engine.errors import ConfigError
+from kvrelay.engine.config import check_port
 from kvrelay.node.config import NodeConfig
 
 
@@ -18,5 +18,4 @@ class DecodeConfig(NodeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("control_port", "data_port"):
-            if not 0 <= getattr(self, name) < 65536:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be in [0, 65535]")
+            check_port(name, getattr(self, name))

@@ -188,8 +188,7 @@ class DecodeNode(NodeCore):
                     "kv_handoff_failed",
                     extra=fields(request_id=leg.key.request_id, attempt=leg.key.attempt, reason=event.reason),
                 )
-                error = TransferFailed(event.reason)
-                error.retryable = event.retryable
+                error = TransferFailed(event.reason, retryable=event.retryable)
                 self._say(Delta(key=leg.key, error=error, ended=True))
             self._take_off(leg)
         if not leg.owns_grant:

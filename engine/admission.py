@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.engine.block_pool import blocks_for
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.request import Request, Sequence
 
 

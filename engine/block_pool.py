@@ -25,11 +25,6 @@ from kvrelay.engine.errors import ResourceExhausted
 MAX_EVENTS = 65_536
 
 
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
-    return -(-num_tokens // block_size)
-
-
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
     """Every block of a pool, by what it is."""

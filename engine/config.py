@@ -23,6 +23,18 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def check_port(name: str, port: int) -> None:
+    """Raises: ConfigError."""
+    if not 0 <= port < 65536:
+        raise ConfigError(f"{name} = {port}: must be in [0, 65535]")
+
+
+def check_advertise(bind: str, advertise: str) -> None:
+    """Raises: ConfigError for a bind to every address with no address to be dialled at."""
+    if bind in ("0.0.0.0", "::") and not advertise:
+        raise ConfigError(f"bind = {bind}: says no address that others could dial; set --advertise")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """What the scheduler, the KV pool and the model runner are told."""

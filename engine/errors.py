@@ -13,7 +13,6 @@
     |- Unavailable              a node or a leg was lost        retryable
     |  |- TransferFailed        the hand-off ended without KV   retryable
     |- DeadlineExceeded
-    |- Cancelled
     |- Internal                 our own bug, caught at a task's root
 
 `code` goes on the wire (gRPC status name, JSON `code`); `retryable` steers the router. Standard library only.
@@ -104,23 +103,17 @@ class Unavailable(KvrelayError):
 
 
 class TransferFailed(Unavailable):
-    """A hand-off ended without the KV; `reason` is HANDOFF's word for why."""
+    """A hand-off ended without the KV; `reason` is the connector's word for why."""
 
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"hand-off failed: {reason}{': ' if detail else ''}{detail}")
-        self.reason = reason
+    def __init__(self, reason: str, *, retryable: bool = True) -> None:
+        super().__init__(f"hand-off failed: {reason}")
+        self.retryable = retryable
 
 
 class DeadlineExceeded(KvrelayError):
     """The request's deadline passed."""
 
     code = "DEADLINE_EXCEEDED"
-
-
-class Cancelled(KvrelayError):
-    """The client left, or said so."""
-
-    code = "CANCELLED"
 
 
 class Internal(KvrelayError):

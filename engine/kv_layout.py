@@ -11,6 +11,11 @@ from kvrelay.engine.errors import LayoutMismatch
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-num_tokens // block_size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
     """The shape of one block, without the number of blocks."""

@@ -21,9 +21,10 @@ from operator import attrgetter
 
 from kvrelay.engine.admission import Admission, Terms
 from kvrelay.engine.block_hash import extend_block_hashes, root_hash
-from kvrelay.engine.block_pool import BlockPool, Ledger, blocks_for
+from kvrelay.engine.block_pool import BlockPool, Ledger
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.errors import TooLarge
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.request import Request, Sequence, Status
 from kvrelay.engine.step import Scheduled
 

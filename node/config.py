@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, check_advertise, check_port
 from kvrelay.engine.errors import ConfigError
 
 
@@ -31,7 +31,5 @@ class NodeConfig(EngineConfig):
         super().__post_init__()
         if not self.router:
             raise ConfigError("router: at least one address is needed")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port = {self.port}: must be in [0, 65535]")
-        if self.bind in ("0.0.0.0", "::") and not self.advertise:
-            raise ConfigError(f"bind = {self.bind}: says no address that others could dial; set --advertise")
+        check_port("port", self.port)
+        check_advertise(self.bind, self.advertise)

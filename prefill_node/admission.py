@@ -6,7 +6,7 @@ So a prompt that has started never needs another block: nothing is preempted her
 from dataclasses import dataclass
 
 from kvrelay.engine.admission import LocalAdmission, Terms
-from kvrelay.engine.block_pool import blocks_for
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.request import Request, Sequence
 
 

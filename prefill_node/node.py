@@ -105,8 +105,7 @@ class PrefillNode(NodeCore):
             )
             if leg.computing:
                 self._drop(leg)
-                error = TransferFailed(event.reason)
-                error.retryable = event.retryable
+                error = TransferFailed(event.reason, retryable=event.retryable)
                 self._say(Delta(key=leg.key, error=error, ended=True))
 
     def _expire(self) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvrelay.engine.config import parse_size
+from kvrelay.engine.config import check_advertise, check_port, parse_size
 from kvrelay.engine.errors import ConfigError
 
 _AT_LEAST_ONE = ("max_requests", "max_messages", "max_id_length", "max_nodes", "max_node_backlog")
@@ -78,10 +78,8 @@ class RouterConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")
         if self.default_timeout_s > self.max_timeout_s:
             raise ConfigError(f"default_timeout_s = {self.default_timeout_s}: above max_timeout_s")
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port = {self.port}: must be in [0, 65535]")
-        if self.bind in ("0.0.0.0", "::") and not self.advertise:
-            raise ConfigError(f"bind = {self.bind}: says no address that others could dial; set --advertise")
+        check_port("port", self.port)
+        check_advertise(self.bind, self.advertise)
         parse_size(self.max_body_size)
         parse_size(self.max_text_size)
 

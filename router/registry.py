@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.engine.errors import ResourceExhausted
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.legs import Load, Peer
 from kvrelay.router.messages import NodeFacts, Role
 
@@ -50,7 +51,7 @@ class Node:
         return self.load.num_free_blocks - self.placed_now.num_blocks - self.placed_before.num_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.facts.kv_layout.block_size)
+        return blocks_for(num_tokens, self.facts.kv_layout.block_size)
 
 
 class Registry:

@@ -10,7 +10,7 @@ import pytest
 from support.oracle import Oracle, make_request
 from support.pair import Pair
 
-from kvrelay.engine.block_pool import blocks_for
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.request import FinishReason
 
 BLOCK, CHUNK, LIMIT = 16, 32, 128

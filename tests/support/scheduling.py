@@ -15,8 +15,9 @@ from kvrelay.connector.base import GrantPlan
 from kvrelay.decode_node.admission import grant_plan
 from kvrelay.decode_node.scheduler import DecodeScheduler
 from kvrelay.engine.admission import Admission, LocalAdmission
-from kvrelay.engine.block_pool import BlockPool, blocks_for
+from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.request import Request, RequestKey, SamplingParams, Sequence, Status
 from kvrelay.engine.scheduler import Scheduler, StepPlan
 from kvrelay.engine.step import Scheduled

@@ -4,8 +4,9 @@ import pytest
 
 from kvrelay.engine import block_pool
 from kvrelay.engine.block_hash import block_hashes
-from kvrelay.engine.block_pool import BlockCounts, BlockEvicted, BlockPool, BlockStored, Ledger, blocks_for
+from kvrelay.engine.block_pool import BlockCounts, BlockEvicted, BlockPool, BlockStored, Ledger
 from kvrelay.engine.errors import ResourceExhausted
+from kvrelay.engine.kv_layout import blocks_for
 
 
 @pytest.fixture
