@@ -18,7 +18,7 @@ from enum import Enum, StrEnum, auto
 from typing import Protocol
 
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.request import FinishReason, RequestKey
+from kvrelay.engine.request import OutputToken, RequestKey
 
 WakeUp = Callable[[], None]
 
@@ -127,19 +127,11 @@ class GrantPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FirstToken:
-    """One choice's first token, sampled on P."""
-
-    choice: int
-    token_id: int
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """What COMMIT carries beside the bytes. `block_digests`: of every prompt block, if digests are on; else empty."""
+    """What COMMIT carries beside the bytes: each choice's first token, sampled on P, and `block_digests` of every
+    prompt block, if digests are on."""
 
-    first_tokens: tuple[FirstToken, ...]
+    first_tokens: tuple[OutputToken, ...]
     num_cached_tokens: int = 0
     block_digests: tuple[bytes, ...] = ()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from kvrelay.connector.base import EndReason, FirstToken, GrantedRange, GrantPlan, Handover, RefuseReason
+from kvrelay.connector.base import EndReason, GrantedRange, GrantPlan, Handover, RefuseReason
 from kvrelay.connector.checksum import DIGEST_BYTES
 from kvrelay.connector.messages import (
     Ack,
@@ -30,7 +30,8 @@ from kvrelay.connector.messages import (
 )
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.request import FinishReason, RequestKey
+from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS
+from kvrelay.engine.request import FinishReason, Logprobs, OutputToken, RequestKey
 from kvrelay.engine.secret import NONCE_BYTES
 from kvrelay.proto import node_pb2, transfer_pb2 as pb
 
@@ -42,7 +43,6 @@ MAX_ID_BYTES = 128
 MAX_TEXT_BYTES = 1024
 MAX_IDLE_SESSIONS = 64
 MAX_ENDPOINTS = 16
-MAX_CHOICES = 128
 MAX_RANGES = 4096
 MAX_BLOCKS = 2**18
 SESSION_NONCE_BYTES = 2 * NONCE_BYTES
@@ -229,10 +229,13 @@ def _read_refuse(message: Any) -> RefuseMessage:
 
 def _fill_commit(message: Any, body: CommitMessage) -> None:
     handover = body.handover
-    message.first_tokens.extend(
-        pb.FirstToken(choice=t.choice, token_id=t.token_id, finish_reason=t.finish_reason or "")
-        for t in handover.first_tokens
-    )
+    for token in handover.first_tokens:
+        said = message.first_tokens.add(
+            choice=token.choice, token_id=token.token_id, finish_reason=token.finish_reason or ""
+        )
+        if token.logprobs is not None:
+            said.logprobs.token_ids.extend(token.logprobs.token_ids)
+            said.logprobs.logprobs.extend(token.logprobs.logprobs)
     message.num_cached_tokens = handover.num_cached_tokens
     message.block_digests.extend(handover.block_digests)
 
@@ -251,12 +254,24 @@ def _read_commit(message: Any) -> CommitMessage:
     )
 
 
-def _first_token(message: Any) -> FirstToken:
+def _first_token(message: Any) -> OutputToken:
     try:
         finish_reason = FinishReason(message.finish_reason) if message.finish_reason else None
     except ValueError:
         raise InvalidArgument("finish_reason", message.finish_reason, "not a finish reason") from None
-    return FirstToken(choice=message.choice, token_id=message.token_id, finish_reason=finish_reason)
+    return OutputToken(
+        choice=message.choice,
+        token_id=message.token_id,
+        logprobs=_read_logprobs(message.logprobs) if message.HasField("logprobs") else None,
+        finish_reason=finish_reason,
+    )
+
+
+def _read_logprobs(message: Any) -> Logprobs:
+    _at_most("logprobs", len(message.token_ids), 1 + MAX_LOGPROBS)
+    if len(message.token_ids) != len(message.logprobs):
+        raise InvalidArgument("logprobs", len(message.logprobs), f"must be one a token id, {len(message.token_ids)}")
+    return Logprobs(tuple(message.token_ids), tuple(message.logprobs))
 
 
 def _fill_end(message: Any, body: EndMessage) -> None:

@@ -20,7 +20,7 @@ class DecodeAdmission(LocalAdmission):
         if not sequence.awaits_kv:
             return LocalAdmission.terms(self, sequence)
         return Terms(
-            num_blocks=blocks_for(sequence.num_tokens + 1, self.block_size),
+            num_blocks=self.blocks_to_start(sequence.num_tokens, sequence.num_choices),
             max_cached_blocks=sequence.num_tokens // self.block_size,  # all of them: then nothing travels
             computes=False,
         )

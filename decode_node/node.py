@@ -30,7 +30,7 @@ from kvrelay.engine.engine import Engine, RowOutput, StepOutcome
 from kvrelay.engine.errors import Internal, TransferFailed
 from kvrelay.engine.legs import Delta, HandoffReport, Leg, LegReport, Peer
 from kvrelay.engine.log import fields, get_logger
-from kvrelay.engine.request import RequestKey, Sequence
+from kvrelay.engine.request import OutputToken, RequestKey, Sequence
 from kvrelay.engine.scheduler import Admitted
 from kvrelay.node.core import NodeCore, OnReport
 from kvrelay.node.report import Start
@@ -49,10 +49,19 @@ class Stage(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Choice:
+    """One choice that has its first token. `sequence` is None where that was its last."""
+
+    sequence: Sequence | None
+    num_said: int  # output tokens that the router knows
+    unsaid: list[OutputToken]
+
+
+@dataclass(slots=True, eq=False)
 class DecodeLeg:
     """One request on this node."""
 
-    sequence: Sequence
+    sequence: Sequence  # stands for all choices until they have their first tokens
     stage: Stage
     received_at: float
     offered_at: float = 0.0
@@ -62,14 +71,20 @@ class DecodeLeg:
     num_cached_blocks: int = 0
     owns_grant: bool = False  # the transfer still holds what was granted
     handoff: HandoffReport | None = None
-    num_said: int = field(init=False)  # output tokens that the router knows
-
-    def __post_init__(self) -> None:
-        self.num_said = len(self.sequence.request.output_token_ids)
+    choices: dict[int, Choice] = field(default_factory=dict)  # that have begun, and not ended
+    unwanted: set[int] = field(default_factory=set)  # cancelled one by one before they began
+    is_reported: bool = False
 
     @property
     def key(self) -> RequestKey:
         return self.sequence.key
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """What the scheduler has of it."""
+        if not self.choices:
+            return [self.sequence]
+        return [choice.sequence for choice in self.choices.values() if choice.sequence is not None]
 
 
 class DecodeNode(NodeCore):
@@ -104,6 +119,7 @@ class DecodeNode(NodeCore):
             self._scheduler.add(sequence)
             self._legs[request.key] = DecodeLeg(sequence, Stage.LOCAL, self.clock.now())
             return
+        sequence.num_prompt_logprobs = sequence.num_prompt_tokens  # the prefill node gives them
         self._scheduler.expect(sequence)
         self._legs[request.key] = DecodeLeg(sequence, Stage.EXPECTED, self.clock.now())
         self._receiver.expect(
@@ -116,9 +132,11 @@ class DecodeNode(NodeCore):
             )
         )
 
-    def cancel(self, key: RequestKey) -> None:
+    def cancel(self, key: RequestKey, choice: int | None = None) -> None:
         leg = self._legs.get(key)
         if leg is None or leg.stage is Stage.OVER:
+            return
+        if choice is not None and self._cancel_choice(leg, choice):
             return
         if leg.stage is Stage.LOCAL:
             self._end_local(leg)
@@ -127,6 +145,17 @@ class DecodeNode(NodeCore):
         self._take_off(leg)
         if outcome is CancelOutcome.FREED:
             self._give_back(leg)
+
+    def _cancel_choice(self, leg: DecodeLeg, choice: int) -> bool:
+        """Drop one choice. Returns: whether others are left."""
+        if leg.choices:
+            dropped = leg.choices.pop(choice, None)
+            if dropped is not None and dropped.sequence is not None:
+                self._scheduler.abort(dropped.sequence)
+            return bool(leg.choices)
+        if choice in leg.sequence.choices:
+            leg.unwanted.add(choice)
+        return len(leg.unwanted) < leg.sequence.num_choices
 
     def set_peers(self, peers: Iterable[Peer]) -> None:
         """Decode nodes are dialled; they dial nobody."""
@@ -154,14 +183,12 @@ class DecodeNode(NodeCore):
         if leg.stage is Stage.OVER:  # it landed while the cancel was on its way: the blocks are ours now
             self._give_back(leg)
             return
-        token_id = self._first_token_id(event.handover)
-        if token_id is None:
+        if not self._makes_sense(leg.sequence, event.handover):
             self._say(Delta(key=leg.key, error=Internal("the prefill node's handover makes no sense"), ended=True))
             self._take_off(leg)
             self._give_back(leg)
             return
         leg.stage, leg.owns_grant, leg.landed_at = Stage.LOCAL, False, self.clock.now()
-        self._scheduler.landed(leg.sequence, token_id)
         leg.handoff = HandoffReport(
             kv_bytes=event.num_bytes,
             kv_blocks=leg.num_missing_blocks,
@@ -170,14 +197,23 @@ class DecodeNode(NodeCore):
             transfer_ms=1e3 * event.transfer_s,
             transport=event.transport,
         )
+        self._scheduler.landed(leg.sequence)
+        tokens = tuple(token for token in event.handover.first_tokens if token.choice not in leg.unwanted)
+        self._begin(leg, tokens, self.engine.go_on(leg.sequence, tokens))
+        for token in tokens:
+            if token.finish_reason is not None:
+                self._tell(leg, token.choice)
 
-    def _first_token_id(self, handover: Handover) -> int | None:
-        """The token to go on from: one alone, of the vocabulary, that ends nothing. None: the peer makes no sense."""
-        if len(handover.first_tokens) != 1:
-            return None
-        (first,) = handover.first_tokens
-        fits = first.choice == 0 and 0 <= first.token_id < self._vocab_size and first.finish_reason is None
-        return first.token_id if fits else None
+    def _makes_sense(self, sequence: Sequence, handover: Handover) -> bool:
+        """Whether there is one token for each choice, of the vocabulary, and one at least is no end."""
+        tokens = handover.first_tokens
+        has_logprobs = sequence.request.sampling.logprobs is not None
+        return (
+            [token.choice for token in tokens] == list(sequence.choices)
+            and all(0 <= token.token_id < self._vocab_size for token in tokens)
+            and all((token.logprobs is not None) == has_logprobs for token in tokens)
+            and any(token.finish_reason is None for token in tokens)
+        )
 
     def _transfer_failed(self, leg: DecodeLeg, event: Failed) -> None:
         if leg.stage is not Stage.OVER:
@@ -197,10 +233,12 @@ class DecodeNode(NodeCore):
     # --- the turn
 
     def _expire(self) -> None:
-        local = [leg.sequence for leg in self._legs.values() if leg.stage is Stage.LOCAL]
+        local = [sequence for leg in self._legs.values() if leg.stage is Stage.LOCAL for sequence in leg.sequences]
         for sequence, error in self.engine.expired(local):
-            self._say(Delta(key=sequence.key, error=error, ended=True))
-            self._end_local(self._legs[sequence.key])
+            leg = self._legs.get(sequence.key)
+            if leg is not None:  # else another choice of the request has said so
+                self._say(Delta(key=leg.key, error=error, ended=True))
+                self._end_local(leg)
 
     def _step(self) -> bool:
         started_at = self.clock.now()
@@ -210,7 +248,7 @@ class DecodeNode(NodeCore):
         outcome = self.engine.execute(plan, scheduled)
         self._measure(outcome)
         for row in outcome.outputs:
-            self._take(self._legs[row.sequence.key], row, outcome, started_at)
+            self._take(row, outcome, started_at)
         return not plan.is_empty
 
     def _grant(self, leg: DecodeLeg, grant: Admitted) -> None:
@@ -220,36 +258,62 @@ class DecodeNode(NodeCore):
         leg.num_missing_blocks = sum(len(granted.block_ids) for granted in plan.ranges)
         self._receiver.grant(leg.key, plan)
 
-    def _take(self, leg: DecodeLeg, row: RowOutput, outcome: StepOutcome, started_at: float) -> None:
-        """What a step brought for one sequence: an error, a chunk, or a token to say."""
+    def _take(self, row: RowOutput, outcome: StepOutcome, started_at: float) -> None:
+        """What a step brought for one sequence: an error, a chunk, or tokens to say."""
+        leg = self._legs.get(row.sequence.key)
+        if leg is None:  # another choice of its request failed in this step
+            return
         if row.error is not None:
             self._say(Delta(key=leg.key, error=row.error, ended=True))
+            self._end_local(leg)
+            return
+        self._say_prompt_logprobs(row)
+        if not row.tokens:
+            return
+        if leg.choices:
+            (token,) = row.tokens
+            leg.choices[token.choice].unsaid.append(token)
+        else:
+            self._begin(leg, row.tokens, row.going_on)
+        for token in row.tokens:
+            report = None if leg.is_reported else self._report(leg, outcome, started_at)
+            leg.is_reported = True
+            self._tell(leg, token.choice, report)
+
+    def _begin(self, leg: DecodeLeg, tokens: Iterable[OutputToken], going_on: Iterable[Sequence]) -> None:
+        """The choices have their first tokens."""
+        sequences = {sequence.choice: sequence for sequence in going_on}
+        num_said = len(leg.sequence.request.output_token_ids)
+        leg.choices = {token.choice: Choice(sequences.get(token.choice), num_said, [token]) for token in tokens}
+
+    def _tell(self, leg: DecodeLeg, choice_index: int, report: LegReport | None = None) -> None:
+        """Say what a choice has to say, and see whether that was all, of it and of the leg."""
+        choice = leg.choices[choice_index]
+        finish_reason = choice.unsaid[-1].finish_reason
+        if finish_reason is not None:
+            del leg.choices[choice_index]
+        if not leg.choices:
             self._legs.pop(leg.key)
-            return
-        if row.token_id is None:
-            return
-        sequence = leg.sequence
-        first = leg.num_said
-        is_first = first == len(sequence.request.output_token_ids)
-        report = self._report(leg, outcome, started_at) if is_first else None
         self._say(
             Delta(
                 key=leg.key,
-                first_token_index=first,
-                token_ids=tuple(sequence.token_ids[sequence.num_prompt_tokens + first :]),
-                finish_reason=row.finish_reason,
+                choice=choice_index,
+                first_token_index=choice.num_said,
+                token_ids=tuple(token.token_id for token in choice.unsaid),
+                logprobs=tuple(token.logprobs for token in choice.unsaid if token.logprobs is not None),
+                finish_reason=finish_reason,
                 report=report,
-                ended=row.finish_reason is not None,
+                ended=not leg.choices,
             )
         )
-        leg.num_said = sequence.num_output_tokens
-        if row.finish_reason is not None:
-            self._legs.pop(leg.key)
+        choice.num_said += len(choice.unsaid)
+        choice.unsaid.clear()
 
     # --- ends
 
     def _end_local(self, leg: DecodeLeg) -> None:
-        self._scheduler.abort(leg.sequence)
+        for sequence in leg.sequences:
+            self._scheduler.abort(sequence)
         self._legs.pop(leg.key)
 
     def _take_off(self, leg: DecodeLeg) -> None:
@@ -291,9 +355,10 @@ class DecodeNode(NodeCore):
 
     def _num_waiting_tokens(self) -> int:
         return sum(
-            leg.sequence.num_tokens - leg.sequence.num_computed_tokens
+            sequence.num_tokens - sequence.num_computed_tokens
             for leg in self._legs.values()
             if leg.stage is not Stage.OVER
+            for sequence in leg.sequences
         )
 
     def transfer_statistics(self) -> ConnectorStatistics:

@@ -43,12 +43,11 @@ class DecodeScheduler(Scheduler):
         self._expected.remove(sequence)
         self._enqueue(sequence)
 
-    def landed(self, sequence: Sequence, first_token_id: int) -> None:
-        """Its prompt's KV is in its blocks, which are its own from now on; `first_token_id` is left to compute."""
+    def landed(self, sequence: Sequence) -> None:
+        """Its prompt's KV is in its blocks, which are its own from now on: it runs, and lacks its first tokens."""
         self._remote.remove(sequence)
         self._publish(sequence, sequence.num_cached_tokens, sequence.num_tokens)
         sequence.num_computed_tokens = sequence.num_tokens
-        sequence.token_ids.append(first_token_id)
         sequence.awaits_kv = False
         self._run(sequence)
 

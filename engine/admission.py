@@ -27,6 +27,9 @@ class Admission(Protocol):
     def terms(self, sequence: Sequence) -> Terms:
         """What a waiting sequence gets when its turn comes."""
 
+    def num_seats(self, sequence: Sequence) -> int:
+        """How many of max_num_seqs a sequence takes, from its start on."""
+
     def most_blocks(self, request: Request) -> int:
         """The most blocks that one sequence of a request ever holds."""
 
@@ -36,19 +39,40 @@ class Admission(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalAdmission:
-    """A node that computes prompts and decodes them: room for what is there and one token more."""
+    """A node that computes prompts and decodes them: room for what is there and one token more of each choice.
+
+    Full blocks are shared by all choices, and each of them needs one block beside: for the rest of the prompt, of which
+    each gets its copy, and its next token.
+    """
 
     block_size: int
     watermark: float  # a share of all blocks
 
     def terms(self, sequence: Sequence) -> Terms:
         return Terms(
-            num_blocks=blocks_for(sequence.num_tokens + 1, self.block_size),
-            max_cached_blocks=(sequence.num_tokens - 1) // self.block_size,  # one token is left to compute
+            num_blocks=self.blocks_to_start(sequence.num_tokens, sequence.num_choices),
+            max_cached_blocks=most_cached_tokens(sequence) // self.block_size,
         )
 
+    def num_seats(self, sequence: Sequence) -> int:
+        return sequence.num_choices
+
     def most_blocks(self, request: Request) -> int:
-        return blocks_for(len(request.prompt_token_ids) + request.sampling.max_tokens, self.block_size)
+        num_prompt_tokens, sampling = len(request.prompt_token_ids), request.sampling
+        alone = blocks_for(num_prompt_tokens + sampling.max_tokens, self.block_size)
+        return max(alone, self.blocks_to_start(num_prompt_tokens, sampling.n))
+
+    def blocks_to_start(self, num_tokens: int, num_choices: int) -> int:
+        """Blocks for so many tokens and the next one of each choice."""
+        return num_tokens // self.block_size + num_choices
 
     def watermark_blocks(self, num_blocks: int) -> int:
         return math.ceil(num_blocks * self.watermark)
+
+
+def most_cached_tokens(sequence: Sequence) -> int:
+    """How many of a sequence's tokens may come from the prefix cache: one is left to compute, and so are those whose
+    outputs still have log-probabilities of the prompt to give."""
+    if sequence.num_prompt_logprobs < sequence.num_prompt_tokens:
+        return max(0, sequence.num_prompt_logprobs - 1)
+    return sequence.num_tokens - 1

@@ -3,7 +3,7 @@
     rows       0 1 2 3 4 5 6 | 7 | 8 | 9 ... 15
     sequence   a a a a a a a | b | c | padding (token 0, position 0, slot -1)
 
-Shapes: T tokens of the batch (rows), S sequences, M block table entries, R rows that sample.
+Shapes: T tokens of the batch (rows), S sequences, M block table entries, R rows that sample, P rows for prompt tokens.
 """
 
 from collections.abc import Sequence as Seq
@@ -25,6 +25,16 @@ class ForwardBatch:
     slot_mapping: Tensor  # [T]: block * block size + offset, -1 for padding
     attention: AttentionBatch
     sample_rows: Tensor  # [R]: the last row of each sequence that samples, in the order scheduled
+    prompt_rows: Tensor  # [P]: the row before each token of `prompt_positions` but 0, which nothing comes before
+
+
+def prompt_positions(item: Scheduled) -> range:
+    """The prompt tokens whose log-probabilities are wanted and come from this step's rows: the first has none, any
+    other comes from the row before it."""
+    sequence = item.sequence
+    positions = range(sequence.num_prompt_logprobs, min(item.end + 1, sequence.num_prompt_tokens))
+    assert not positions or item.start <= max(positions.start - 1, 0), f"{sequence.key}: a row was passed over"
+    return positions
 
 
 def build_batch(scheduled: Seq[Scheduled], block_size: int, row_multiple: int, device: torch.device) -> ForwardBatch:
@@ -34,8 +44,11 @@ def build_batch(scheduled: Seq[Scheduled], block_size: int, row_multiple: int, d
     slots: list[int] = []
     query_starts = [0]
     sample_rows: list[int] = []
+    prompt_rows: list[int] = []
     for item in scheduled:
         block_table = item.sequence.block_table
+        first_row = len(token_ids)
+        prompt_rows += [first_row + i - 1 - item.start for i in prompt_positions(item) if i > 0]
         token_ids += item.sequence.token_ids[item.start : item.end]
         positions += range(item.start, item.end)
         slots += [block_table[i // block_size] * block_size + i % block_size for i in range(item.start, item.end)]
@@ -63,4 +76,5 @@ def build_batch(scheduled: Seq[Scheduled], block_size: int, row_multiple: int, d
             block_tables=block_tables.to(device),
         ),
         sample_rows=tensor(sample_rows),
+        prompt_rows=tensor(prompt_rows),
     )

@@ -10,22 +10,24 @@ from dataclasses import dataclass
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import DeadlineExceeded, Internal, KvrelayError
 from kvrelay.engine.log import fields, get_logger
-from kvrelay.engine.request import FinishReason, Sequence, finish_reason
+from kvrelay.engine.request import Logprobs, OutputToken, Sequence, finish_reason
 from kvrelay.engine.scheduler import Scheduler, StepPlan
-from kvrelay.engine.step import Executor, RowResult, Scheduled
+from kvrelay.engine.step import Executor, RowResult, Sampled, Scheduled
 
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RowOutput:
-    """What one step did for one sequence. A finish reason or an error is its end: it owns no blocks any more."""
+    """What one step did for one sequence. An error is its end: it owns no blocks any more."""
 
     sequence: Sequence
     start: int  # tokens [start, end) were computed
     end: int
-    token_id: int | None = None  # sampled, and appended to the sequence
-    finish_reason: FinishReason | None = None
+    tokens: tuple[OutputToken, ...] = ()  # sampled: one a choice that the sequence stood for
+    going_on: tuple[Sequence, ...] = ()  # one for each of the tokens that is no end
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+    first_prompt_index: int = 0
     error: KvrelayError | None = None
 
 
@@ -45,11 +47,21 @@ class StepOutcome:
 class Engine:
     """Runs steps over one scheduler and one executor. Owned by one thread."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, eos_token_ids: Seq[int], clock: Clock) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        eos_token_ids: Seq[int],
+        clock: Clock,
+        *,
+        hands_over: bool = False,
+    ) -> None:
+        """`hands_over`: a sequence ends here with its first tokens, whatever they are."""
         self.scheduler = scheduler
         self.executor = executor
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
+        self._hands_over = hands_over
         self.num_steps = 0
 
     def plan(self) -> tuple[StepPlan, tuple[Scheduled, ...]]:
@@ -74,6 +86,23 @@ class Engine:
         self.num_steps += 1
         return StepOutcome(plan, outputs, self._clock.now() - started_at)
 
+    def go_on(self, sequence: Sequence, tokens: Seq[OutputToken]) -> tuple[Sequence, ...]:
+        """Append to a running sequence what was sampled behind its last token: one token, or the first tokens of the
+        choices that it stands for, all or some.
+
+        Returns: the sequences that go on, one for each token that is no end.
+        """
+        going_on = [token for token in tokens if token.finish_reason is None]
+        if sequence.num_choices > 1 and going_on:
+            sequences, copies = self.scheduler.fork(sequence, going_on)
+            self.executor.copy_blocks(copies)
+            return tuple(sequences)
+        sequence.token_ids.append(tokens[0].token_id)
+        if going_on:
+            return (sequence,)
+        self.scheduler.finish(sequence)
+        return ()
+
     def expired(self, sequences: Seq[Sequence]) -> list[tuple[Sequence, KvrelayError]]:
         """Those whose deadline has passed, with the error to say so."""
         now = self._clock.now()
@@ -95,10 +124,29 @@ class Engine:
         if isinstance(result, KvrelayError):
             self.scheduler.abort(sequence)
             return RowOutput(sequence, item.start, item.end, error=result)
-        if result is None:
-            return RowOutput(sequence, item.start, item.end)
-        sequence.token_ids.append(result)
-        reason = finish_reason(sequence.request.sampling, sequence.num_output_tokens, result, self._eos_token_ids)
-        if reason is not None:
+        first_prompt_index = sequence.num_prompt_logprobs
+        sequence.num_prompt_logprobs += len(result.prompt_logprobs)
+        tokens = tuple(self._token(sequence, i, sampled) for i, sampled in enumerate(result.sampled))
+        going_on: tuple[Sequence, ...] = ()
+        if tokens and self._hands_over:
             self.scheduler.finish(sequence)
-        return RowOutput(sequence, item.start, item.end, result, reason)
+        elif tokens:
+            going_on = self.go_on(sequence, tokens)
+        return RowOutput(
+            sequence,
+            item.start,
+            item.end,
+            tokens=tokens,
+            going_on=going_on,
+            prompt_logprobs=result.prompt_logprobs,
+            first_prompt_index=first_prompt_index,
+        )
+
+    def _token(self, sequence: Sequence, index: int, sampled: Sampled) -> OutputToken:
+        sampling, num_output_tokens = sequence.request.sampling, sequence.num_output_tokens + 1
+        return OutputToken(
+            choice=sequence.choice + index,
+            token_id=sampled.token_id,
+            logprobs=sampled.logprobs,
+            finish_reason=finish_reason(sampling, num_output_tokens, sampled.token_id, self._eos_token_ids),
+        )

@@ -8,6 +8,7 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,11 @@ class KVCache:
         self._closed.set()
         if self._populating.ident is not None:
             self._populating.join()
+
+    def copy_blocks(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks: (from, to) each, one after the other."""
+        for source, target in copies:
+            self.pool[target] = self.pool[source]
 
     def zero_slots(self, block_id: int, first_slot: int) -> None:
         """Zero a block's slots [first_slot, block_size), in every layer, keys and values."""

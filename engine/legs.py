@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrelay.engine.errors import KvrelayError
-from kvrelay.engine.request import FinishReason, RequestKey
+from kvrelay.engine.request import FinishReason, Logprobs, RequestKey
+
+# What a node takes from a router at most, whatever the router's own limits are.
+MAX_CHOICES = 128
+MAX_LOGPROBS = 64
 
 
 class Leg(StrEnum):
@@ -50,12 +54,15 @@ class LegReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """New tokens of one choice of one leg, or the leg's end."""
+    """New tokens of one choice of one leg, log-probabilities of its prompt, or the leg's end."""
 
     key: RequestKey
     choice: int = 0
     first_token_index: int = 0
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()  # one a token, where asked for
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # one a prompt token, in order, before the first output token
+    first_prompt_index: int = 0
     finish_reason: FinishReason | None = None
     error: KvrelayError | None = None
     report: LegReport | None = None

@@ -1,25 +1,30 @@
 """Runs a model for the engine thread: from scheduled tokens to sampled ones, over the KV pool it owns."""
 
 import os
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvrelay.engine.batch import build_batch
+from kvrelay.engine.batch import build_batch, prompt_positions
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.errors import ConfigError, ModelError
+from kvrelay.engine.errors import ConfigError, Internal, KvrelayError, ModelError
 from kvrelay.engine.kv_cache import KVCache, num_blocks_for
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.log import fields, get_logger
+from kvrelay.engine.logprobs import NOT_FINITE, token_logprobs
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.models.config import decoder_config
 from kvrelay.engine.models.decoder import Decoder
 from kvrelay.engine.models.loader import Checkpoint
+from kvrelay.engine.request import Logprobs, Sequence
 from kvrelay.engine.sampler import Sampler, SampleRow
-from kvrelay.engine.step import RowResult, Scheduled
+from kvrelay.engine.step import Row, RowResult, Sampled, Scheduled
 from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.dispatch import get_kernels
+
+_PROMPT_ROWS = 64  # whose logits are in memory at once
 
 _log = get_logger(__name__)
 
@@ -83,6 +88,10 @@ class ModelRunner:
         """The pool as bytes: a writable numpy array, uint8 [num_blocks, block_bytes], the same memory, not a copy."""
         return self._cache.region
 
+    def copy_blocks(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks: (from, to) each, one after the other."""
+        self._cache.copy_blocks(copies)
+
     def zero_slots(self, block_id: int, first_slot: int) -> None:
         """Zero a block's slots [first_slot, block_size), in every layer, keys and values."""
         self._cache.zero_slots(block_id, first_slot)
@@ -94,20 +103,49 @@ class ModelRunner:
             return []
         batch = build_batch(scheduled, self.layout.block_size, self._kernels.row_multiple, self._cache.pool.device)
         hidden = self._decoder.forward(batch, self._cache.pool)
-        if not any(item.samples for item in scheduled):
-            return [None] * len(scheduled)
-        logits = self._decoder.logits(hidden[batch.sample_rows])
-        tokens = iter(self._sampler.sample(logits, [_sample_row(item) for item in scheduled if item.samples]))
-        return [next(tokens) if item.samples else None for item in scheduled]
+        sampled = iter(self._sample(hidden[batch.sample_rows], scheduled))
+        found = self._prompt_logprobs(hidden, batch.prompt_rows, scheduled)
+        results: list[RowResult] = []
+        for item in scheduled:
+            tokens = next(sampled) if item.samples else ()
+            prompt = [next(found) if position else Logprobs() for position in prompt_positions(item)]
+            results.append(_result(tokens, prompt))
+        return results
+
+    def _sample(self, hidden: Tensor, scheduled: Seq[Scheduled]) -> list[tuple[Sampled, ...] | KvrelayError]:
+        """The tokens of each item that samples."""
+        sample_rows = [_sample_row(item.sequence) for item in scheduled if item.samples]
+        return self._sampler.sample(self._decoder.logits(hidden), sample_rows) if sample_rows else []
+
+    def _prompt_logprobs(self, hidden: Tensor, rows: Tensor, scheduled: Seq[Scheduled]) -> Iterator[Logprobs | None]:
+        """How likely the prompt token after each of the rows was, a few rows at a time; None: logits not finite."""
+        wanted = [
+            (item.sequence.token_ids[position], item.sequence.request.sampling.prompt_logprobs or 0)
+            for item in scheduled
+            for position in prompt_positions(item)
+            if position > 0
+        ]
+        for start in range(0, len(wanted), _PROMPT_ROWS):
+            piece = slice(start, start + _PROMPT_ROWS)
+            logits = self._decoder.logits(hidden[rows[piece]])
+            token_ids, num_likeliest = zip(*wanted[piece], strict=True)
+            for found in token_logprobs(logits, [(token_id,) for token_id in token_ids], num_likeliest):
+                yield None if found is None else found[0]
 
     def close(self) -> None:
         """Stop what runs in the background."""
         self._cache.close()
 
 
-def _sample_row(item: Scheduled) -> SampleRow:
-    sequence = item.sequence
-    return SampleRow(sequence.request.sampling, sequence.choice, sequence.token_ids, sequence.num_prompt_tokens)
+def _sample_row(sequence: Sequence) -> SampleRow:
+    return SampleRow(sequence.request.sampling, sequence.choices, sequence.token_ids, sequence.num_prompt_tokens)
+
+
+def _result(sampled: tuple[Sampled, ...] | KvrelayError, prompt: Seq[Logprobs | None]) -> RowResult:
+    if isinstance(sampled, KvrelayError):
+        return sampled
+    known = tuple(logprobs for logprobs in prompt if logprobs is not None)
+    return Row(sampled, known) if len(known) == len(prompt) else Internal(NOT_FINITE)
 
 
 def _dtype(info: ModelInfo, config: EngineConfig) -> str:

@@ -24,6 +24,26 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of probabilities at one position, under the model's own distribution, before any sampling
+    parameter: of the token that stands there, then of the likeliest ones, likeliest first. All are finite, and float32.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputToken:
+    """One sampled token of one choice, and the choice's end, if it is that."""
+
+    choice: int
+    token_id: int
+    logprobs: Logprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when a choice ends. Validated at the router's edge, where `max_tokens` and `seed`
@@ -46,7 +66,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     n: int = 1
     skip_special_tokens: bool = True
 
@@ -58,7 +78,8 @@ class Request:
     key: RequestKey
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    output_token_ids: tuple[int, ...] = ()  # a resumed request's output so far
+    output_token_ids: tuple[int, ...] = ()  # of a resumed choice: its output so far
+    choice: int = 0  # of a resumed choice: which one it is
     priority: int = 0  # lower runs first
     arrival: float = 0.0  # this process's clock: when it came in
     deadline: float = float("inf")  # this process's clock
@@ -92,6 +113,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when it first started
+    num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are known, or not asked for: from the first on
     block_table: list[int] = field(default_factory=list)  # pool block of tokens [i*B, (i+1)*B)
     block_hashes: list[bytes] = field(default_factory=list)  # of each full block of token_ids
     status: Status = Status.WAITING
@@ -102,6 +124,9 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = [*self.request.prompt_token_ids, *self.request.output_token_ids]
+            self.choice = self.request.choice
+        if self.request.sampling.prompt_logprobs is None:
+            self.num_prompt_logprobs = self.num_prompt_tokens
 
     @property
     def key(self) -> RequestKey:
@@ -118,6 +143,16 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_choices(self) -> int:
+        """How many choices, from `choice` on, it stands for: all of its request's, until each has its first token."""
+        return self.request.sampling.n if self.num_tokens == self.request.num_tokens else 1
+
+    @property
+    def choices(self) -> range:
+        """The choices that it stands for."""
+        return range(self.choice, self.choice + self.num_choices)
 
     @property
     def rank(self) -> tuple[int, float, RequestKey, int]:

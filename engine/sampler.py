@@ -4,40 +4,50 @@ A token depends on its own logits, its own parameters and (seed, choice, positio
 how often or where the row was computed before. So it stays the same beside other requests, after a preemption, on
 another node, in a replay.
 
-    logits -> processors, each of which changes the row's logits -> greedy: the first of the largest
-                                                                 -> else: temperature, min_p, top_k, top_p, draw
+    logits -> bias, repetition penalty, presence and frequency penalties -> forbidden tokens become -inf
+           -> greedy: the first of the largest
+           -> else: temperature, min_p, top_k, top_p, one draw for each choice
+
+Tokens are forbidden last: no bias brings one back. Finite logits stay finite up to there. Log-probabilities are those
+of the logits as they came.
 
 Shapes: S rows that sample, V vocabulary.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
+from itertools import repeat
+from operator import eq
 
 import torch
 from torch import Tensor
 
 from kvrelay.engine.errors import Internal, KvrelayError
-from kvrelay.engine.request import SamplingParams
+from kvrelay.engine.logprobs import NOT_FINITE, are_finite, likeliest, token_logprobs, weigh
+from kvrelay.engine.request import Logprobs, SamplingParams
+from kvrelay.engine.step import Sampled
 
 GREEDY_TEMPERATURE = 1e-5  # below it scores would overflow; the distribution is one token's long before
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _MASK_64 = 2**64 - 1
+_USUALLY_ENOUGH = 1024  # of the likeliest tokens to hold top_p; sorting all takes twenty times as long
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What one row's next token depends on, beside its logits."""
+    """What one row's next tokens depend on, beside its logits."""
 
     sampling: SamplingParams
-    choice: int
+    choices: range  # one token each
     token_ids: Seq[int]  # of the sequence so far: prompt, then output
     num_prompt_tokens: int
 
     @property
     def position(self) -> int:
-        """Of the new token in its sequence."""
+        """Of the new tokens in their sequences."""
         return len(self.token_ids)
 
     @property
@@ -52,45 +62,57 @@ class Sampler:
     def __init__(self, eos_token_ids: Seq[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
-    def sample(self, logits_SV: Tensor, rows: Seq[SampleRow]) -> list[int | KvrelayError]:
-        """A token for each row, or the error that is that row's alone. May change `logits_SV`, which is float32."""
-        finite = logits_SV.isfinite().all(dim=-1).tolist()
+    def sample(self, logits_SV: Tensor, rows: Seq[SampleRow]) -> list[tuple[Sampled, ...] | KvrelayError]:
+        """A token for each of each row's choices, or the error that is that row's alone.
+
+        May change `logits_SV`, which is float32.
+        """
+        finite = are_finite(logits_SV)
+        asked = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
+        raw_logits = logits_SV.index_select(0, _tensor(list(asked), logits_SV))  # a copy
         for logits_V, row in zip(logits_SV, rows, strict=True):
-            for process in self._processors(row):
-                process(logits_V)
+            self.process(logits_V, row)
         largest, greedy = (column.tolist() for column in _first_largest(logits_SV))
-        results: list[int | KvrelayError] = []
+        chosen: list[list[int] | KvrelayError] = []
         for i, row in enumerate(rows):
             if not finite[i]:
-                results.append(Internal("the model's logits are not finite"))
-            elif largest[i] == -math.inf:
-                results.append(Internal("the sampling parameters leave no token to choose"))
-            elif row.sampling.temperature < GREEDY_TEMPERATURE:
-                results.append(greedy[i])
+                chosen.append(Internal(NOT_FINITE))
+            elif not math.isfinite(largest[i]):
+                chosen.append(Internal("the sampling parameters leave no token to choose"))
+            elif not row.sampling.temperature >= GREEDY_TEMPERATURE:
+                chosen.append([greedy[i]] * len(row.choices))
             else:
-                results.append(_draw(logits_SV[i], row.sampling, uniform(row.sampling.seed, row.choice, row.position)))
-        return results
+                numbers = [uniform(row.sampling.seed, choice, row.position) for choice in row.choices]
+                chosen.append(draw(distribution(logits_SV[i], row.sampling), numbers))
+        tokens = [() if isinstance(row, KvrelayError) else row for row in (chosen[i] for i in asked)]
+        logprobs = dict(zip(asked, token_logprobs(raw_logits, tokens, list(asked.values())), strict=True))
+        return [_result(row, logprobs.get(i)) for i, row in enumerate(chosen)]
 
-    def _processors(self, row: SampleRow) -> list[Callable[[Tensor], None]]:
-        """What this row's parameters ask for, in the order in which it is applied."""
+    def process(self, logits_V: Tensor, row: SampleRow) -> None:
+        """Apply to a row's logits, in place, what its parameters ask for before a token is chosen."""
         sampling = row.sampling
-        processors: list[Callable[[Tensor], None]] = []
-        if row.num_output_tokens + 1 < sampling.min_tokens:
-            processors.append(_forbid({*self._eos_token_ids, *sampling.stop_token_ids}))
         if sampling.logit_bias:
-            processors.append(_add_bias(sampling.logit_bias))
+            _add_bias(logits_V, sampling.logit_bias)
         if sampling.repetition_penalty != 1.0:
-            processors.append(_penalise_repetition(row.token_ids, sampling.repetition_penalty))
+            _penalise_repetition(logits_V, row.token_ids, sampling.repetition_penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:
             output_ids = row.token_ids[row.num_prompt_tokens :]
-            processors.append(_penalise_output(output_ids, sampling.presence_penalty, sampling.frequency_penalty))
-        return processors
+            _penalise_output(logits_V, output_ids, sampling.presence_penalty, sampling.frequency_penalty)
+        if forbidden := self._forbidden(row):
+            logits_V[[token_id for token_id in forbidden if 0 <= token_id < len(logits_V)]] = -math.inf
+
+    def _forbidden(self, row: SampleRow) -> set[int]:
+        """What ends a choice, below min_tokens; and what would complete a bad word."""
+        forbidden = set(_ends_of_bad_words(row)) if row.sampling.bad_word_ids else set()
+        if row.num_output_tokens + 1 < row.sampling.min_tokens:
+            forbidden.update(self._eos_token_ids, row.sampling.stop_token_ids)
+        return forbidden
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
     """A number in [0, 1), the same for the same three on every machine: 52 bits of a SplitMix64 chain over them.
 
-    With 52 bits its product with a float64 total is always below that total.
+    With 52 bits its product with a total, as a float64, is always below that total.
     """
     state = splitmix64(seed)
     state = splitmix64(state ^ choice)
@@ -105,48 +127,52 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _forbid(token_ids: set[int]) -> Callable[[Tensor], None]:
-    def process(logits_V: Tensor) -> None:
-        logits_V[[token_id for token_id in token_ids if 0 <= token_id < len(logits_V)]] = -math.inf
+def distribution(logits_V: Tensor, sampling: SamplingParams) -> Tensor:
+    """What a row's tokens are drawn from, by its processed logits: a weight, int64, for each token.
 
-    return process
-
-
-def _add_bias(logit_bias: Seq[tuple[int, float]]) -> Callable[[Tensor], None]:
-    """Each token's bias is added to its logit."""
-
-    def process(logits_V: Tensor) -> None:
-        ids = _tensor([token_id for token_id, _ in logit_bias], logits_V)
-        logits_V[ids] += logits_V.new_tensor([bias for _, bias in logit_bias])
-
-    return process
-
-
-def _penalise_repetition(token_ids: Seq[int], penalty: float) -> Callable[[Tensor], None]:
-    """A token of the prompt or the output has its logit divided by the penalty, or multiplied where it is negative
-    (Keskar et al. 2019)."""
-
-    def process(logits_V: Tensor) -> None:
-        ids = _tensor(sorted(set(token_ids)), logits_V)
-        logits = logits_V[ids]
-        logits_V[ids] = torch.where(logits > 0, logits / penalty, logits * penalty)
-
-    return process
+    The largest logit is finite, and the temperature is not greedy. Of what min_p leaves top_k keeps the likeliest, of
+    those top_p the fewest that hold its share; of equals the lower ids.
+    """
+    scores = (logits_V - logits_V.max()) / sampling.temperature
+    weights = weigh(scores)
+    if sampling.min_p > 0:
+        weights.masked_fill_(scores < math.log(sampling.min_p), 0)
+    if sampling.top_k:
+        num_left = int(weights.count_nonzero())
+        weights = _only(weights, likeliest(scores[None], min(sampling.top_k, num_left))[0])
+    if sampling.top_p < 1:
+        weights = _only(weights, _fewest_that_hold(scores, weights, sampling.top_p))
+    return weights
 
 
-def _penalise_output(token_ids: Seq[int], presence: float, frequency: float) -> Callable[[Tensor], None]:
-    """A token loses `presence` once it is in the output, and `frequency` for each time it is."""
-
-    def process(logits_V: Tensor) -> None:
-        counts = Counter(token_ids)
-        ids = _tensor(list(counts), logits_V)
-        logits_V[ids] -= _tensor(list(counts.values()), logits_V) * frequency + presence
-
-    return process
+def draw(weights_V: Tensor, numbers: Seq[float]) -> list[int]:
+    """The token at each of some numbers in [0, 1), which say how far into all the weight, in the order of the ids."""
+    cumulative = weights_V.cumsum(0)
+    total = int(cumulative[-1])
+    targets = _tensor([int(number * total) for number in numbers], cumulative)
+    return torch.searchsorted(cumulative, targets, right=True).tolist()
 
 
-def _tensor(token_ids: Seq[int], logits_V: Tensor) -> Tensor:
-    return torch.tensor(token_ids, dtype=torch.int64, device=logits_V.device)
+def _only(weights_V: Tensor, ids: Tensor) -> Tensor:
+    return torch.zeros_like(weights_V).scatter_(0, ids, weights_V[ids])
+
+
+def _fewest_that_hold(scores_V: Tensor, weights_V: Tensor, top_p: float) -> Tensor:
+    """The ids that have top_p of the weight, the likeliest first."""
+    total, num_left = int(weights_V.sum()), int(weights_V.count_nonzero())
+    enough = math.ceil(top_p * total)
+    ids = likeliest(scores_V[None], min(_USUALLY_ENOUGH, num_left))[0]
+    if int(weights_V[ids].sum()) < enough:
+        ids = scores_V.argsort(descending=True, stable=True)[:num_left]
+    return ids[: 1 + int((weights_V[ids].cumsum(0) < enough).sum())]
+
+
+def _result(
+    tokens: list[int] | KvrelayError, logprobs: tuple[Logprobs, ...] | None
+) -> tuple[Sampled, ...] | KvrelayError:
+    if isinstance(tokens, KvrelayError):
+        return tokens
+    return tuple(map(Sampled, tokens, repeat(None) if logprobs is None else logprobs))
 
 
 def _first_largest(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,26 +181,35 @@ def _first_largest(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
     return logits_SV.gather(-1, ids[:, None])[:, 0], ids
 
 
-def _draw(logits_V: Tensor, sampling: SamplingParams, u: float) -> int | KvrelayError:
-    """The token at `u` of the distribution's cumulative sum, in the order of the ids."""
-    scores = (logits_V - logits_V.max()) / sampling.temperature
-    if sampling.min_p > 0:
-        scores = scores.masked_fill(scores < math.log(sampling.min_p), -math.inf)
-    if sampling.top_k or sampling.top_p < 1:
-        scores = _keep_likeliest(scores, sampling.top_k or len(scores), sampling.top_p)
-    cumulative = scores.exp().double().cumsum(0)  # one thread's work, in order
-    total = float(cumulative[-1])
-    if not 0 < total < math.inf:
-        return Internal(f"the distribution to draw from sums to {total}")
-    return int(torch.searchsorted(cumulative, u * total, right=True))
+def _add_bias(logits_V: Tensor, logit_bias: Seq[tuple[int, float]]) -> None:
+    """Each token's bias is added to its logit."""
+    ids = _tensor([token_id for token_id, _ in logit_bias], logits_V)
+    logits_V[ids] += logits_V.new_tensor([bias for _, bias in logit_bias])
 
 
-def _keep_likeliest(scores_V: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Keep the `top_k` likeliest, of those the fewest that hold `top_p` of their probability; of equals, lower ids."""
-    ordered, ids = scores_V.sort(descending=True, stable=True)
-    ordered, ids = ordered[:top_k], ids[:top_k]
-    if top_p < 1:
-        cumulative = ordered.exp().double().cumsum(0)
-        num_kept = 1 + int((cumulative[:-1] < top_p * cumulative[-1]).sum())
-        ordered, ids = ordered[:num_kept], ids[:num_kept]
-    return torch.full_like(scores_V, -math.inf).scatter_(0, ids, ordered)
+def _penalise_repetition(logits_V: Tensor, token_ids: Seq[int], penalty: float) -> None:
+    """A token of the prompt or the output has its logit divided by the penalty, or multiplied where it is negative
+    (Keskar et al. 2019)."""
+    ids = _tensor(sorted(set(token_ids)), logits_V)
+    logits = logits_V[ids]
+    penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+    logits_V[ids] = penalised.clamp_(-_FLOAT32_MAX, _FLOAT32_MAX)  # an extreme penalty makes no infinity
+
+
+def _penalise_output(logits_V: Tensor, output_ids: Seq[int], presence: float, frequency: float) -> None:
+    """A token loses `presence` once it is in the output, and `frequency` for each time it is."""
+    counts = Counter(output_ids)
+    ids = _tensor(list(counts), logits_V)
+    logits_V[ids] -= _tensor(list(counts.values()), logits_V) * frequency + presence
+
+
+def _ends_of_bad_words(row: SampleRow) -> Iterable[int]:
+    """The last token of each bad word whose other tokens the output so far ends with."""
+    for word in row.sampling.bad_word_ids:
+        begun = word[:-1]
+        if len(begun) <= row.num_output_tokens and all(map(eq, reversed(begun), reversed(row.token_ids))):
+            yield word[-1]
+
+
+def _tensor(values: Seq[int], beside: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=beside.device)

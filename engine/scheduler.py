@@ -16,7 +16,7 @@ it, or a transfer, holds the rest and will be done. So the oldest always advance
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from kvrelay.engine.admission import Admission, Terms
@@ -25,7 +25,7 @@ from kvrelay.engine.block_pool import BlockPool, Ledger
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.errors import TooLarge
 from kvrelay.engine.kv_layout import blocks_for
-from kvrelay.engine.request import Request, Sequence, Status
+from kvrelay.engine.request import OutputToken, Request, Sequence, Status
 from kvrelay.engine.step import Scheduled
 
 _rank = attrgetter("rank")
@@ -90,14 +90,17 @@ class Scheduler:
         self._num_prefix_hits = 0
 
     def check_fits(self, request: Request) -> None:
-        """Raises: TooLarge, with the numbers, for what could not run even with the pool to itself."""
+        """Raises: TooLarge, with the numbers, for what could not run even with the node to itself."""
+        num_seats = self.admission.num_seats(Sequence(request))
+        if num_seats > self.config.max_num_seqs:
+            raise TooLarge("n", num_seats, f"this node runs {self.config.max_num_seqs} sequences at once")
         most = self.admission.most_blocks(request)
         if most > self.pool.num_blocks:
             raise TooLarge(
                 "num_tokens",
                 request.num_tokens,
-                f"with max_tokens = {request.sampling.max_tokens} it takes up to {most} KV blocks of "
-                f"{self.pool.block_size} tokens; this node has {self.pool.num_blocks}",
+                f"with max_tokens = {request.sampling.max_tokens} and n = {request.sampling.n} it takes up to {most} "
+                f"KV blocks of {self.pool.block_size} tokens; this node has {self.pool.num_blocks}",
             )
 
     def add(self, sequence: Sequence) -> None:
@@ -137,6 +140,35 @@ class Scheduler:
         for row in scheduled:
             row.sequence.num_computed_tokens = row.end
             self._publish(row.sequence, row.start, row.end)
+
+    def fork(self, sequence: Sequence, tokens: Seq[OutputToken]) -> tuple[list[Sequence], list[tuple[int, int]]]:
+        """Go on from a running sequence, whose tokens are all computed, with one sequence for each of these tokens: of
+        the choices that it stands for, in order, all or some.
+
+        They share its full blocks. Each has one block of its own, for the rest of the prompt and its next token; the
+        rest is still to be copied there, before the next step.
+        Returns: the sequences, the first of which is `sequence`, and each block to copy as (from, to).
+        """
+        num_shared, num_left = divmod(sequence.num_tokens, self.pool.block_size)
+        shared, own = sequence.block_table[:num_shared], sequence.block_table[num_shared:]
+        sequences = [sequence]
+        for token, block_id in zip(tokens[1:], own[1:], strict=False):
+            self.pool.acquire(shared)
+            other = replace(
+                sequence,
+                choice=token.choice,
+                token_ids=[*sequence.token_ids, token.token_id],
+                block_table=[*shared, block_id],
+                block_hashes=list(sequence.block_hashes),
+            )
+            sequences.append(other)
+            self._run(other)
+        self.pool.release(own[len(tokens) :])  # of choices that go no further
+        sequence.block_table = [*shared, own[0]]
+        sequence.choice = tokens[0].choice  # its place among the running stays the same
+        sequence.token_ids.append(tokens[0].token_id)
+        copies = [(own[0], block_id) for block_id in own[1 : len(tokens)]] if num_left else []
+        return sequences, copies
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence that has all it was to have."""
@@ -225,7 +257,7 @@ class _Planner:
         self._seated = scheduler.seated()
         self._ledger = Ledger(scheduler.pool)
         self._num_tokens_left = scheduler.config.max_num_batched_tokens
-        self._num_seats_left = scheduler.config.max_num_seqs - len(self._seated)
+        self._num_seats_left = scheduler.config.max_num_seqs - sum(map(self._admission.num_seats, self._seated))
         self._preempted: dict[Sequence, None] = {}
         self._growth: dict[Sequence, int] = {}
         self._admitted: list[Admitted] = []
@@ -267,20 +299,20 @@ class _Planner:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Start a sequence, or say that nobody behind it may start either."""
-        terms = self._admission.terms(sequence)
+        terms, num_seats = self._admission.terms(sequence), self._admission.num_seats(sequence)
         num_spare = self._num_spare_blocks(sequence)
         if terms.computes and self._num_tokens_left == 0:
-            return self._claim(terms, num_spare)
+            return self._claim(terms, num_spare, num_seats)
         cached = self._pool.lookup(sequence.block_hashes[: terms.max_cached_blocks])
         num_new_blocks = terms.num_blocks - len(cached)
         self._ledger.acquire(cached)
-        if not self._fits(num_new_blocks + num_spare, 1):
+        if not self._fits(num_new_blocks + num_spare, num_seats):
             lower = [other for other in self._running if other.request.priority > sequence.request.priority]
-            if not self._make_room(lower, num_new_blocks + num_spare, 1):
+            if not self._make_room(lower, num_new_blocks + num_spare, num_seats):
                 self._ledger.release(cached)
                 return False
         self._ledger.allocate(num_new_blocks)
-        self._num_seats_left -= 1
+        self._num_seats_left -= num_seats
         admitted = Admitted(sequence, tuple(cached), num_new_blocks)
         if terms.computes:
             start = len(cached) * self._pool.block_size
@@ -290,12 +322,12 @@ class _Planner:
             self._grants.append(admitted)
         return True
 
-    def _claim(self, terms: Terms, num_spare: int) -> bool:
+    def _claim(self, terms: Terms, num_spare: int, num_seats: int) -> bool:
         """Keep the place of a sequence that lacks nothing but tokens of this step: those behind that need none may
         start in what it leaves."""
-        fits = self._fits(terms.num_blocks + num_spare, 1)
+        fits = self._fits(terms.num_blocks + num_spare, num_seats)
         self._ledger.allocate(terms.num_blocks)
-        self._num_seats_left -= 1
+        self._num_seats_left -= num_seats
         return fits
 
     def _num_spare_blocks(self, sequence: Sequence) -> int:
@@ -335,7 +367,7 @@ class _Planner:
             self._ledger.acquire(sequence.block_table)
             return False
         self._ledger.allocate(-self._growth.get(sequence, 0))
-        self._num_seats_left += 1
+        self._num_seats_left += self._admission.num_seats(sequence)
         self._preempted[sequence] = None
         return True
 
@@ -343,7 +375,7 @@ class _Planner:
         """Undo `_give_way`."""
         self._ledger.acquire(sequence.block_table)
         self._ledger.allocate(self._growth.get(sequence, 0))
-        self._num_seats_left -= 1
+        self._num_seats_left -= self._admission.num_seats(sequence)
         del self._preempted[sequence]
 
     def _schedule(self, sequence: Sequence, start: int, end: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from kvrelay.engine.errors import KvrelayError
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.request import Sequence
+from kvrelay.engine.request import Logprobs, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,24 @@ class Scheduled:
         return self.end == self.sequence.num_tokens
 
 
-# A row's next token, the error that ends this row alone, or None where the row has not reached its last token.
-RowResult = int | KvrelayError | None
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token, and its log-probabilities where the request asks for them."""
+
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a step found for one sequence."""
+
+    sampled: tuple[Sampled, ...] = ()  # one a choice that the sequence stands for; none short of its last token
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # of prompt tokens from `sequence.num_prompt_logprobs` on
+
+
+# The error is that row's alone.
+RowResult = Row | KvrelayError
 
 
 class Executor(Protocol):
@@ -46,6 +62,9 @@ class Executor(Protocol):
 
     def execute(self, scheduled: Seq[Scheduled]) -> list[RowResult]:
         """Compute the tokens, write their KV, sample where a row reaches its end. Results in the order given."""
+
+    def copy_blocks(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks: (from, to) each."""
 
     def zero_slots(self, block_id: int, first_slot: int) -> None:
         """Zero a block's slots [first_slot, block_size), in every layer, keys and values."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.clock import Clock
-from kvrelay.engine.engine import Engine, StepOutcome
+from kvrelay.engine.engine import Engine, RowOutput, StepOutcome
 from kvrelay.engine.errors import Internal, KvrelayError
 from kvrelay.engine.legs import Delta, Load, Peer
 from kvrelay.engine.log import fields, get_logger
@@ -21,6 +21,7 @@ log = get_logger(__name__)
 
 OnReport = Callable[[tuple[Delta, ...], Snapshot], None]
 
+_MAX_POSITIONS = 512  # of a prompt, whose log-probabilities are said in one delta
 _RATE_WEIGHT = 0.3  # of the newest step in the moving average of tokens a second
 
 
@@ -49,8 +50,8 @@ class NodeCore(ABC):
             self._say(Delta(key=key, error=Internal(f"start failed: {error}"), ended=True))
 
     @abstractmethod
-    def cancel(self, key: RequestKey) -> None:
-        """Nobody wants this leg any more. Unknown keys are ignored; nothing is said back."""
+    def cancel(self, key: RequestKey, choice: int | None = None) -> None:
+        """Nobody wants this leg, or this choice of it, any more. Unknown ones are ignored; nothing is said back."""
 
     @abstractmethod
     def set_peers(self, peers: Iterable[Peer]) -> None:
@@ -109,6 +110,16 @@ class NodeCore(ABC):
 
     def _say(self, delta: Delta) -> None:
         self._deltas.append(delta)
+
+    def _say_prompt_logprobs(self, row: RowOutput) -> None:
+        for start in range(0, len(row.prompt_logprobs), _MAX_POSITIONS):
+            self._say(
+                Delta(
+                    key=row.sequence.key,
+                    prompt_logprobs=row.prompt_logprobs[start : start + _MAX_POSITIONS],
+                    first_prompt_index=row.first_prompt_index + start,
+                )
+            )
 
     def _measure(self, outcome: StepOutcome) -> None:
         if outcome.duration_s > 0:

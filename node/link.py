@@ -65,7 +65,7 @@ class LinkEvents(Protocol):
     def on_start(self, start: Start) -> None:
         """Raises: KvrelayError if the node cannot take it in."""
 
-    def on_cancel(self, key: RequestKey) -> None: ...
+    def on_cancel(self, key: RequestKey, choice: int | None = None) -> None: ...
 
     def on_peers(self, link: "RouterLink", peers: tuple[Peer, ...]) -> None: ...
 
@@ -129,7 +129,8 @@ class RouterLink:
         for delta in deltas:
             if delta.ended:
                 self._keys.discard(delta.key)
-        self._send(wire.write_step(deltas, snapshot))
+        for message in wire.write_step(deltas, snapshot):
+            self._send(message)
 
     def send_draining(self) -> None:
         """Say that this node takes nothing new."""
@@ -242,10 +243,7 @@ class RouterLink:
             case "start":
                 self._serve_start(message.start)
             case "cancel":
-                key = RequestKey(message.cancel.request_id, message.cancel.attempt)
-                if key in self._keys:
-                    self._keys.discard(key)
-                    self._events.on_cancel(key)
+                self._serve_cancel(message.cancel)
             case "peers":
                 self._events.on_peers(self, wire.read_peers(message.peers))
             case "drain":
@@ -260,6 +258,16 @@ class RouterLink:
             self._events.on_start(wire.read_start(message, self._events.now(), self._identity.vocab_size))
         except KvrelayError as error:
             self.send_step((Delta(key=key, error=error, ended=True),), self._events.snapshot())
+
+    def _serve_cancel(self, message: node_pb2.Cancel) -> None:
+        key = RequestKey(message.request_id, message.attempt)
+        if key not in self._keys:
+            return
+        if message.HasField("choice"):
+            self._events.on_cancel(key, message.choice)
+        else:
+            self._keys.discard(key)
+            self._events.on_cancel(key)
 
     def _lose(self) -> None:
         self.registered.clear()

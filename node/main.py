@@ -198,8 +198,8 @@ class _NodeProcess:
     def on_start(self, start: Start) -> None:
         self._engine.post(lambda: self._core.start(start))
 
-    def on_cancel(self, key: RequestKey) -> None:
-        self._post_quietly(lambda: self._core.cancel(key))
+    def on_cancel(self, key: RequestKey, choice: int | None = None) -> None:
+        self._post_quietly(lambda: self._core.cancel(key, choice))
 
     def on_peers(self, link: RouterLink, peers: tuple[Peer, ...]) -> None:
         self._peers[link.address] = peers

@@ -1,9 +1,11 @@
 """Protobuf to a node's own types and back. Generated classes travel no further in than this file and the link."""
 
+from collections.abc import Iterator
+
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.legs import Delta, HandoffReport, Leg, LegReport, Load, Peer
-from kvrelay.engine.request import Request, RequestKey, SamplingParams
+from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, Delta, HandoffReport, Leg, LegReport, Load, Peer
+from kvrelay.engine.request import Logprobs, Request, RequestKey, SamplingParams
 from kvrelay.node.report import Snapshot, Start
 from kvrelay.proto import inference_pb2, node_pb2
 
@@ -15,6 +17,17 @@ _LEGS = {
     node_pb2.Start.LEG_WHOLE: Leg.WHOLE,
 }
 
+_MAX_STEP_BYTES = 2**20  # a quarter of the least that any end of a stream takes
+_MAX_INT64 = 2**63 - 1
+_COUNTS = (
+    ("max_tokens", 1, _MAX_INT64),
+    ("min_tokens", 0, _MAX_INT64),
+    ("top_k", 0, _MAX_INT64),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("n", 1, MAX_CHOICES),
+)
+
 
 def read_start(message: node_pb2.Start, now: float, vocab_size: int) -> Start:
     """A router's Start on this node's clock.
@@ -23,18 +36,30 @@ def read_start(message: node_pb2.Start, now: float, vocab_size: int) -> Start:
     """
     if message.leg not in _LEGS:
         raise InvalidArgument("leg", message.leg, "unknown")
-    ids = (*message.prompt_token_ids, *message.output_token_ids)
     if not message.prompt_token_ids:
         raise InvalidArgument("prompt_token_ids", [], "must not be empty")
-    for field, named in (("prompt_token_ids", ids), ("logit_bias", tuple(message.sampling.logit_bias))):
-        wrong = next((token_id for token_id in named if not 0 <= token_id < vocab_size), None)
+    bad_word_ids = tuple(tuple(word.ids) for word in message.bad_word_ids)
+    if () in bad_word_ids:
+        raise InvalidArgument("bad_word_ids", [], "must not be empty")
+    named = {
+        "prompt_token_ids": message.prompt_token_ids,
+        "output_token_ids": message.output_token_ids,
+        "logit_bias": message.sampling.logit_bias,
+        "bad_word_ids": (token_id for word in bad_word_ids for token_id in word),
+    }
+    for field, ids in named.items():
+        wrong = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
         if wrong is not None:
             raise InvalidArgument(field, wrong, f"token ids must be in [0, {vocab_size})")
+    sampling = read_sampling(message.sampling, bad_word_ids)
+    if message.output_token_ids and sampling.n > 1:
+        raise InvalidArgument("n", sampling.n, "one choice is resumed at a time")
     request = Request(
         key=RequestKey(message.request_id, message.attempt),
         prompt_token_ids=tuple(message.prompt_token_ids),
         output_token_ids=tuple(message.output_token_ids),
-        sampling=read_sampling(message.sampling),
+        choice=message.choice,
+        sampling=sampling,
         priority=message.priority,
         arrival=now,
         deadline=now + message.timeout_s,
@@ -43,14 +68,16 @@ def read_start(message: node_pb2.Start, now: float, vocab_size: int) -> Start:
     return Start(_LEGS[message.leg], request, message.peer_epoch)
 
 
-def read_sampling(message: inference_pb2.SamplingParams) -> SamplingParams:
+def read_sampling(
+    message: inference_pb2.SamplingParams, bad_word_ids: tuple[tuple[int, ...], ...] = ()
+) -> SamplingParams:
     """Sampling parameters as a router sends them: the fields that a node does not act on stay at their defaults.
 
     Raises: InvalidArgument for a count that would upset a whole step.
     """
-    for name, least in (("max_tokens", 1), ("min_tokens", 0), ("top_k", 0)):
-        if getattr(message, name) < least:
-            raise InvalidArgument(name, getattr(message, name), f"must be at least {least}")
+    for name, least, most in _COUNTS:
+        if not least <= getattr(message, name) <= most:
+            raise InvalidArgument(name, getattr(message, name), f"must be in [{least}, {most}]")
     if not message.repetition_penalty > 0:
         raise InvalidArgument("repetition_penalty", message.repetition_penalty, "must be above 0")
     return SamplingParams(
@@ -67,6 +94,10 @@ def read_sampling(message: inference_pb2.SamplingParams) -> SamplingParams:
         logit_bias=tuple(sorted(message.logit_bias.items())),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        bad_word_ids=bad_word_ids,
+        n=message.n,
     )
 
 
@@ -74,11 +105,17 @@ def read_peers(message: node_pb2.Peers) -> tuple[Peer, ...]:
     return tuple(Peer(peer.epoch, peer.connector_address) for peer in message.decode_nodes)
 
 
-def write_step(deltas: tuple[Delta, ...], snapshot: Snapshot) -> node_pb2.NodeMessage:
-    """One message for all that one step brought."""
-    return node_pb2.NodeMessage(
-        step=node_pb2.Step(deltas=[_write_delta(delta) for delta in deltas], load=write_load(snapshot.load))
-    )
+def write_step(deltas: tuple[Delta, ...], snapshot: Snapshot) -> Iterator[node_pb2.NodeMessage]:
+    """All that one step brought: in one message, or, where log-probabilities make it large, in several."""
+    message = node_pb2.NodeMessage(step=node_pb2.Step(load=write_load(snapshot.load)))
+    num_bytes = 0
+    for delta in map(_write_delta, deltas):
+        num_bytes += delta.ByteSize()
+        if num_bytes > _MAX_STEP_BYTES and message.step.deltas:
+            yield message
+            message, num_bytes = node_pb2.NodeMessage(step=node_pb2.Step()), delta.ByteSize()
+        message.step.deltas.append(delta)
+    yield message
 
 
 def write_load(load: Load) -> node_pb2.Load:
@@ -137,8 +174,11 @@ def _write_delta(delta: Delta) -> node_pb2.Delta:
         choice=delta.choice,
         first_token_index=delta.first_token_index,
         token_ids=delta.token_ids,
+        logprobs=map(_write_logprobs, delta.logprobs),
         finish_reason=delta.finish_reason or "",
         ended=delta.ended,
+        prompt_logprobs=map(_write_logprobs, delta.prompt_logprobs),
+        first_prompt_index=delta.first_prompt_index,
     )
     if delta.error is not None:
         error = delta.error
@@ -146,6 +186,10 @@ def _write_delta(delta: Delta) -> node_pb2.Delta:
     if delta.report is not None:
         message.report.CopyFrom(_write_leg_report(delta.report))
     return message
+
+
+def _write_logprobs(logprobs: Logprobs) -> inference_pb2.Logprobs:
+    return inference_pb2.Logprobs(token_ids=logprobs.token_ids, logprobs=logprobs.logprobs)
 
 
 def _write_leg_report(report: LegReport) -> node_pb2.LegReport:

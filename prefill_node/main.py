@@ -29,5 +29,5 @@ def _build(config: PrefillConfig, parts: NodeParts) -> tuple[NodeCore, str]:
         wake_up=parts.wake,
         clock=parts.clock,
     )
-    engine = Engine(scheduler, executor, parts.info.eos_token_ids, parts.clock)
+    engine = Engine(scheduler, executor, parts.info.eos_token_ids, parts.clock, hands_over=True)
     return PrefillNode(engine, sender, parts.clock, parts.on_report, kv_digests=config.kv_digests), ""

@@ -1,8 +1,9 @@
 """The prefill node: computes prompts, offers and pushes their KV while it computes, hands the first token over.
 
 The life of a leg here: queued -> admitted with every block the prompt needs, and offered in the same turn -> chunks,
-each pushed when it is final -> first token: said to the router, and committed to D. From the offer on, the transfer
-holds its own reference on the blocks; the request's ends with its first token or before, the transfer's with Released.
+each pushed when it is final -> first tokens, one a choice: said to the router, and committed to D. From the offer on,
+the transfer holds its own reference on the blocks; the request's ends with its first tokens or before, the transfer's
+with Released.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,6 @@ from kvrelay.connector.base import (
     ConnectorStatistics,
     EndReason,
     Failed,
-    FirstToken,
     Handover,
     KVSender,
     Offer,
@@ -43,7 +43,7 @@ class PrefillLeg:
     received_at: float
     pinned: tuple[int, ...] = ()  # blocks on which the transfer holds a reference
     num_pushed: int = 0  # tokens whose KV the sender may read
-    computing: bool = True  # the request has not had its first token, nor failed
+    computing: bool = True  # the request has not had its first tokens, nor failed
 
     @property
     def key(self) -> RequestKey:
@@ -51,7 +51,7 @@ class PrefillLeg:
 
 
 class PrefillNode(NodeCore):
-    """The engine thread's side of a prefill node."""
+    """The engine thread's side of a prefill node. Its engine hands over: a prompt ends here with its first tokens."""
 
     def __init__(
         self, engine: Engine, sender: KVSender, clock: Clock, on_report: OnReport, *, kv_digests: bool = False
@@ -74,9 +74,9 @@ class PrefillNode(NodeCore):
         self.engine.scheduler.add(leg.sequence)
         self._legs[key] = leg
 
-    def cancel(self, key: RequestKey) -> None:
+    def cancel(self, key: RequestKey, choice: int | None = None) -> None:
         leg = self._legs.get(key)
-        if leg is not None:
+        if leg is not None and choice is None:  # what one choice leaves out is the decode node's
             self._abandon(leg, EndReason.CANCELLED)
 
     def set_peers(self, peers: Iterable[Peer]) -> None:
@@ -141,11 +141,12 @@ class PrefillNode(NodeCore):
         self._push(leg, sequence.num_computed_tokens)  # what the prefix cache held
 
     def _take(self, leg: PrefillLeg, row: RowOutput) -> None:
-        """What a step brought for one prompt: a chunk to push, and perhaps its first token."""
+        """What a step brought for one prompt: a chunk to push, and perhaps its first tokens."""
         if row.error is not None:
             self._fail(leg, row.error, EndReason.CANCELLED)
             return
-        if row.token_id is None:
+        self._say_prompt_logprobs(row)
+        if not row.tokens:
             block_size = self.engine.executor.layout.block_size
             self._push(leg, row.end // block_size * block_size)
             return
@@ -154,30 +155,29 @@ class PrefillNode(NodeCore):
         self._hand_over(leg, row)
 
     def _hand_over(self, leg: PrefillLeg, row: RowOutput) -> None:
-        assert row.token_id is not None
-        self._say(
-            Delta(
-                key=leg.key,
-                first_token_index=leg.sequence.num_output_tokens - 1,
-                token_ids=(row.token_id,),
-                finish_reason=row.finish_reason,
-                report=self._report(leg),
-                ended=True,
+        leg.computing = False
+        first, last = row.tokens[0], row.tokens[-1]
+        for token in row.tokens:
+            self._say(
+                Delta(
+                    key=leg.key,
+                    choice=token.choice,
+                    first_token_index=len(leg.sequence.request.output_token_ids),
+                    token_ids=(token.token_id,),
+                    logprobs=() if token.logprobs is None else (token.logprobs,),
+                    finish_reason=token.finish_reason,
+                    report=self._report(leg) if token is first else None,
+                    ended=token is last,
+                )
             )
-        )
-        if row.finish_reason is not None:  # the scheduler has let go of it already
-            leg.computing = False
+        if all(token.finish_reason is not None for token in row.tokens):
             self._stop_transfer(leg, EndReason.FINISHED)
             return
         digests = tuple(block_digest(self.engine.executor.region[b]) for b in leg.pinned) if self._kv_digests else ()
-        self._drop(leg)
+        self._forget_if_over(leg)
         self._sender.commit(
             leg.key,
-            Handover(
-                first_tokens=(FirstToken(choice=0, token_id=row.token_id),),
-                num_cached_tokens=leg.sequence.num_cached_tokens,
-                block_digests=digests,
-            ),
+            Handover(first_tokens=row.tokens, num_cached_tokens=leg.sequence.num_cached_tokens, block_digests=digests),
         )
 
     # --- blocks

@@ -76,7 +76,7 @@ class Peers(_message.Message):
     def __init__(self, decode_nodes: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("request_id", "attempt", "leg", "peer_epoch", "prompt_token_ids", "output_token_ids", "sampling", "priority", "timeout_s", "cache_salt", "trace")
+    __slots__ = ("request_id", "attempt", "leg", "peer_epoch", "prompt_token_ids", "output_token_ids", "sampling", "priority", "timeout_s", "cache_salt", "trace", "bad_word_ids", "choice")
     class Leg(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         LEG_UNSPECIFIED: _ClassVar[Start.Leg]
@@ -98,6 +98,8 @@ class Start(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORD_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     leg: Start.Leg
@@ -109,15 +111,19 @@ class Start(_message.Message):
     timeout_s: float
     cache_salt: str
     trace: _inference_pb2.TraceContext
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., leg: _Optional[_Union[Start.Leg, str]] = ..., peer_epoch: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., trace: _Optional[_Union[_inference_pb2.TraceContext, _Mapping]] = ...) -> None: ...
+    bad_word_ids: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenIds]
+    choice: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., leg: _Optional[_Union[Start.Leg, str]] = ..., peer_epoch: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., cache_salt: _Optional[str] = ..., trace: _Optional[_Union[_inference_pb2.TraceContext, _Mapping]] = ..., bad_word_ids: _Optional[_Iterable[_Union[_inference_pb2.TokenIds, _Mapping]]] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("request_id", "attempt")
+    __slots__ = ("request_id", "attempt", "choice")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    choice: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ()
@@ -190,7 +196,7 @@ class Step(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("request_id", "attempt", "choice", "first_token_index", "token_ids", "logprobs", "finish_reason", "error", "report", "ended")
+    __slots__ = ("request_id", "attempt", "choice", "first_token_index", "token_ids", "logprobs", "finish_reason", "error", "report", "ended", "prompt_logprobs", "first_prompt_index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +207,8 @@ class Delta(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PROMPT_INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     choice: int
@@ -211,7 +219,9 @@ class Delta(_message.Message):
     error: Error
     report: LegReport
     ended: bool
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., report: _Optional[_Union[LegReport, _Mapping]] = ..., ended: _Optional[bool] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Logprobs]
+    first_prompt_index: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., report: _Optional[_Union[LegReport, _Mapping]] = ..., ended: _Optional[bool] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., first_prompt_index: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "retryable")

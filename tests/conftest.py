@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.oracle import Oracle
+from support.pair import MakePair, making_pairs
 from support.tiny_model import make_tiny_model
 
 
@@ -20,3 +21,10 @@ def tiny_oracle(tiny_model: Path) -> Iterator[Oracle]:
     oracle = Oracle(tiny_model)
     yield oracle
     oracle.close()
+
+
+@pytest.fixture
+def make_pair(tiny_model: Path) -> Iterator[MakePair]:
+    """Pairs of nodes with small blocks and chunks; at the end of the test every block is back."""
+    with making_pairs(tiny_model) as make:
+        yield make

@@ -13,7 +13,7 @@ from support.tiny_model import make_tiny_model
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.model_info import read_model_info
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.step import Scheduled
+from kvrelay.engine.step import Row, Scheduled
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 LIMIT = 128
@@ -69,10 +69,10 @@ def test_greedy_tokens_are_those_of_transformers(prompt_length: int, tmp_path: P
     runner = ModelRunner.load(read_model_info(folder), EngineConfig(num_blocks=16, threads=1))
     sequence = make_sequence(prompt, range(3, 11))
     while sequence.num_tokens < min(LIMIT, prompt_length + 40):
-        (token,) = runner.execute([Scheduled(sequence, sequence.num_computed_tokens, sequence.num_tokens)])
-        assert isinstance(token, int)
+        (row,) = runner.execute([Scheduled(sequence, sequence.num_computed_tokens, sequence.num_tokens)])
+        assert isinstance(row, Row)
         sequence.num_computed_tokens = sequence.num_tokens
-        sequence.token_ids.append(token)
+        sequence.token_ids.append(row.sampled[0].token_id)
     runner.close()
     with torch.inference_mode():
         logits = load_transformers(folder)(torch.tensor([sequence.token_ids])).logits[0, prompt_length - 1 : -1]

@@ -18,13 +18,18 @@ from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.model_info import read_model_info
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.step import Executor, Scheduled
+from kvrelay.engine.step import Executor, Row, RowResult, Scheduled
 
 BAD_TOKEN = 200
 
 
 def load(folder: Path, **config: Any) -> ModelRunner:
     return ModelRunner.load(read_model_info(folder), EngineConfig(**{"num_blocks": 40, "threads": 1, **config}))
+
+
+def num_sampled(result: RowResult) -> int:
+    assert isinstance(result, Row)
+    return len(result.sampled)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +60,15 @@ def test_it_is_an_executor_with_the_models_layout(runner: ModelRunner) -> None:
 def test_only_rows_that_reach_their_end_have_a_token(runner: ModelRunner) -> None:
     part, whole = make_sequence(range(30), [0, 1]), make_sequence(range(5), [2])
     results = runner.execute([Scheduled(part, 0, 10), Scheduled(whole, 0, 5)])
-    assert results[0] is None
-    assert isinstance(results[1], int)
-    assert runner.execute([Scheduled(part, 10, 29)]) == [None]
-    assert isinstance(runner.execute([Scheduled(part, 29, 30)])[0], int)
+    assert results[0] == Row()
+    assert num_sampled(results[1]) == 1
+    assert runner.execute([Scheduled(part, 10, 29)]) == [Row()]
+    assert num_sampled(runner.execute([Scheduled(part, 29, 30)])[0]) == 1
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0, "seed": 5, "n": 3, "logprobs": 4}], ids=["greedy", "seeded"]
+)
 def test_tokens_and_kv_are_the_same_alone_in_chunks_and_in_company(
     runner: ModelRunner, sampling: dict[str, Any]
 ) -> None:
@@ -110,12 +117,51 @@ def test_zeroing_slots_leaves_those_before_them(runner: ModelRunner) -> None:
     assert pool.sum() == pool.size - 3 * 2 * 2 * 13 * 48
 
 
+def test_a_copied_block_is_the_same_and_no_other_changes(runner: ModelRunner) -> None:
+    runner.region[:] = np.arange(40, dtype=np.uint8)[:, None]
+    runner.copy_blocks([])
+    runner.copy_blocks([(3, 39), (3, 0), (7, 8)])
+    expected = list(range(40))
+    expected[39], expected[0], expected[8] = 3, 3, 7
+    assert (runner.region == np.array(expected, dtype=np.uint8)[:, None]).all()
+
+
+def test_a_sequence_goes_on_from_copied_blocks_as_from_its_own(runner: ModelRunner) -> None:
+    """Two choices part in the middle of a block: each goes on in a copy of it, over the same block before it."""
+    prompt = list(range(50, 70))
+    sequence = make_sequence(prompt, [0, 1])
+    runner.execute([Scheduled(sequence, 0, 20)])
+    runner.copy_blocks([(1, 2)])
+    forks = [make_sequence([*prompt, token], blocks) for token, blocks in [(9, [0, 1]), (11, [0, 2])]]
+    together = runner.execute([Scheduled(fork, 20, 21) for fork in forks])
+    alone = [make_sequence([*prompt, token], [5, 6]) for token in (9, 11)]
+    assert together == [runner.execute([Scheduled(sequence, 0, 21)])[0] for sequence in alone]
+
+
+def test_an_unforked_sequence_samples_all_its_choices_and_each_is_what_it_is_alone(runner: ModelRunner) -> None:
+    sampling = {"temperature": 1.0, "seed": 7, "logprobs": 2}
+    (together,) = runner.execute([Scheduled(make_sequence(range(20), [0, 1], n=4, **sampling), 0, 20)])
+    assert isinstance(together, Row)
+    assert len({sampled.token_id for sampled in together.sampled}) > 1
+    for choice, expected in enumerate(together.sampled):
+        sequence = make_sequence(range(20), [2, 3], **sampling)
+        sequence.choice = choice
+        assert runner.execute([Scheduled(sequence, 0, 20)]) == [Row((expected,))]
+
+
+def test_a_forked_sequence_samples_its_own_choice_alone(runner: ModelRunner) -> None:
+    sequence = make_sequence(range(20), [0, 1], n=4, temperature=1.0)
+    sequence.choice = 2
+    sequence.token_ids.append(5)
+    assert num_sampled(runner.execute([Scheduled(sequence, 0, 21)])[0]) == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_dtype_asked_for_is_that_of_kv_and_compute(folder: Path, dtype: str) -> None:
     runner = load(folder, dtype=dtype)
     assert runner.layout.dtype == dtype
     assert runner.region.shape == (40, runner.layout.block_bytes)
-    assert isinstance(runner.execute([Scheduled(make_sequence([1, 2], [0]), 0, 2)])[0], int)
+    assert num_sampled(runner.execute([Scheduled(make_sequence([1, 2], [0]), 0, 2)])[0]) == 1
     runner.close()
 
 

@@ -1,53 +1,20 @@
 """P and D together give one engine's tokens bit for bit: at every length, with every cache, in every company."""
 
-import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
-from support.oracle import Oracle, make_request
-from support.pair import Pair
+from support.oracle import Oracle, make_request, random_prompt
+from support.pair import BLOCK, CHUNK, MakePair
 
 from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.request import FinishReason
 
-BLOCK, CHUNK, LIMIT = 16, 32, 128
+LIMIT = 128
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, CHUNK + 1, 3 * BLOCK + 5, 2 * CHUNK + 3, 5 * BLOCK, LIMIT - 1]
-
-
-def random_prompt(length: int, seed: int = 0) -> list[int]:
-    return [random.Random(f"{seed}/{length}").randrange(256) for _ in range(length)]
 
 
 def fitting(length: int, max_tokens: int = 12) -> int:
     """As many output tokens as the context has room for."""
     return min(max_tokens, LIMIT - length)
-
-
-MakePair = Callable[..., Pair]
-
-
-@pytest.fixture
-def make_pair(tiny_model: Path) -> Iterator[MakePair]:
-    """Pairs that are closed at the end, with every block back."""
-    pairs: list[Pair] = []
-
-    def make(**options: Any) -> Pair:
-        chunked = {"max_num_batched_tokens": CHUNK, "block_size": BLOCK}
-        options["prefill"] = chunked | options.get("prefill", {})
-        options["decode"] = chunked | options.get("decode", {})
-        pairs.append(Pair(tiny_model, **options))
-        return pairs[-1]
-
-    yield make
-    try:
-        for pair in pairs:
-            pair.settle()
-    finally:
-        for pair in pairs:
-            pair.close()
 
 
 @pytest.mark.parametrize("length", LENGTHS)

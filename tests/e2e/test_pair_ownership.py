@@ -10,8 +10,8 @@ from support.fake_transport import FakeNetwork
 from support.oracle import Oracle, make_request
 from support.pair import Pair
 
-from kvrelay.connector.base import FirstToken, Handover
-from kvrelay.engine.request import FinishReason, RequestKey
+from kvrelay.connector.base import Handover
+from kvrelay.engine.request import FinishReason, Logprobs, OutputToken, RequestKey
 
 BLOCK = 16
 POOL = {"num_blocks": 6}  # room for one of the prompts below, not for two
@@ -93,14 +93,15 @@ def test_a_grant_that_is_late_holds_up_no_computing(pair: Pair, network: FakeNet
 @pytest.mark.parametrize(
     "first_tokens",
     [
-        (FirstToken(choice=0, token_id=10**6),),
-        (FirstToken(choice=1, token_id=1),),
-        (FirstToken(choice=0, token_id=1), FirstToken(choice=1, token_id=1)),
-        (FirstToken(choice=0, token_id=1, finish_reason=FinishReason.STOP),),
+        (OutputToken(choice=0, token_id=10**6),),
+        (OutputToken(choice=1, token_id=1),),
+        (OutputToken(choice=0, token_id=1), OutputToken(choice=1, token_id=1)),
+        (OutputToken(choice=0, token_id=1, finish_reason=FinishReason.STOP),),
+        (OutputToken(choice=0, token_id=1, logprobs=Logprobs((1,), (0.0,))),),
     ],
 )
 def test_a_handover_that_makes_no_sense_ends_its_request_alone(
-    pair: Pair, tiny_oracle: Oracle, first_tokens: tuple[FirstToken, ...]
+    pair: Pair, tiny_oracle: Oracle, first_tokens: tuple[OutputToken, ...]
 ) -> None:
     commit = pair.sender.commit
 

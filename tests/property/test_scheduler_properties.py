@@ -28,6 +28,7 @@ ARRIVAL = {
     "prompt": PROMPTS,
     "max_tokens": st.integers(1, 20),
     "priority": st.sampled_from([0, 0, 0, 1, 2]),
+    "n": st.sampled_from([1, 1, 1, 2, 3]),
     "cache_salt": st.sampled_from(["", "", "other"]),
 }
 _SETTINGS = settings(
@@ -71,8 +72,12 @@ class LocalMachine(RuleBasedStateMachine):
         try:
             self.world.arrive(**arrival)
         except TooLarge:
-            num_blocks, block_size = self.world.pool.num_blocks, self.world.pool.block_size
-            assert len(arrival["prompt"]) + arrival["max_tokens"] > num_blocks * block_size
+            pool, num_tokens = self.world.pool, len(arrival["prompt"])
+            assert (
+                num_tokens + arrival["max_tokens"] > pool.num_blocks * pool.block_size
+                or num_tokens // pool.block_size + arrival["n"] > pool.num_blocks
+                or arrival["n"] > self.world.scheduler.config.max_num_seqs
+            )
 
 
 class DecodeMachine(LocalMachine):

@@ -11,7 +11,6 @@ from kvrelay.connector.base import (
     EndReason,
     Expectation,
     Failed,
-    FirstToken,
     GrantedRange,
     GrantPlan,
     Handover,
@@ -30,7 +29,7 @@ from kvrelay.connector.session import Identity
 from kvrelay.connector.transport.inproc import InprocHub
 from kvrelay.engine.clock import FakeClock, MonotonicClock
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.request import RequestKey
+from kvrelay.engine.request import OutputToken, RequestKey
 from kvrelay.engine.secret import new_epoch
 
 TRANSPORTS = ("zmq", "inproc", "fake")
@@ -280,5 +279,5 @@ def digest_of(key, num_tokens):
 
 def handover(digests=()):
     return Handover(
-        first_tokens=(FirstToken(choice=0, token_id=42),), num_cached_tokens=3, block_digests=tuple(digests)
+        first_tokens=(OutputToken(choice=0, token_id=42),), num_cached_tokens=3, block_digests=tuple(digests)
     )

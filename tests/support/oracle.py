@@ -1,6 +1,8 @@
 """What one node gives by itself: the engine in this process, without threads and without a connector."""
 
+import random
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,10 @@ from kvrelay.engine.admission import LocalAdmission
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.clock import MonotonicClock
 from kvrelay.engine.config import EngineConfig
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.engine import Engine, RowOutput
 from kvrelay.engine.model_info import ModelInfo, read_model_info
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.request import Request, RequestKey, SamplingParams, Sequence
+from kvrelay.engine.request import Logprobs, OutputToken, Request, RequestKey, SamplingParams, Sequence
 from kvrelay.engine.scheduler import Scheduler
 
 GREEDY = {"temperature": 0.0}
@@ -21,8 +23,20 @@ def engine_config(model: Path, **overrides: Any) -> EngineConfig:
     return EngineConfig(**{"model": str(model), "dtype": "float32", "num_blocks": 64, "threads": 1} | overrides)
 
 
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    """Ids that every tiny model knows."""
+    return [random.Random(f"{seed}/{length}").randrange(256) for _ in range(length)]
+
+
 def make_request(
-    prompt: Seq[int], name: str = "oracle", *, output: Seq[int] = (), deadline: float = float("inf"), **sampling: Any
+    prompt: Seq[int],
+    name: str = "oracle",
+    *,
+    output: Seq[int] = (),
+    choice: int = 0,
+    deadline: float = float("inf"),
+    priority: int = 0,
+    **sampling: Any,
 ) -> Request:
     """A validated request; greedy unless told otherwise."""
     params = SamplingParams(**{"max_tokens": 8, "seed": 0} | GREEDY | sampling)
@@ -30,9 +44,28 @@ def make_request(
         key=RequestKey(name, 0),
         prompt_token_ids=tuple(prompt),
         output_token_ids=tuple(output),
+        choice=choice,
         sampling=params,
         deadline=deadline,
+        priority=priority,
     )
+
+
+@dataclass
+class OracleAnswer:
+    """New tokens by choice, in order, and the prompt's log-probabilities."""
+
+    choices: dict[int, list[OutputToken]] = field(default_factory=dict)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+
+    def take(self, row: RowOutput) -> None:
+        assert not row.prompt_logprobs or row.first_prompt_index == len(self.prompt_logprobs)
+        self.prompt_logprobs += row.prompt_logprobs
+        for token in row.tokens:
+            self.choices.setdefault(token.choice, []).append(token)
+
+    def token_ids(self, choice: int = 0) -> list[int]:
+        return [token.token_id for token in self.choices[choice]]
 
 
 class Oracle:
@@ -48,18 +81,31 @@ class Oracle:
         return self.generate_all([make_request(prompt, **sampling)])[0]
 
     def generate_all(self, requests: Seq[Request]) -> list[list[int]]:
-        """The output tokens of requests that run together."""
+        """The output tokens of requests of one choice that run together."""
+        answers = self.run(requests)
+        return [
+            [*request.output_token_ids, *answer.token_ids(request.choice)]
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+
+    def answer(self, request: Request) -> OracleAnswer:
+        """All that there is to know of one request alone."""
+        return self.run([request])[0]
+
+    def run(self, requests: Seq[Request]) -> list[OracleAnswer]:
+        """All that there is to know of requests that run together."""
         pool = BlockPool(self.runner.num_blocks, self.config.block_size)
         scheduler = Scheduler(self.config, pool, LocalAdmission(self.config.block_size, self.config.watermark))
         engine = Engine(scheduler, self.runner, self.info.eos_token_ids, MonotonicClock())
-        sequences = [Sequence(request) for request in requests]
-        for sequence in sequences:
-            scheduler.add(sequence)
+        answers = {request.key: OracleAnswer() for request in requests}
+        for request in requests:
+            scheduler.add(Sequence(request))
         while scheduler.waiting or scheduler.running:
             for row in engine.execute(*engine.plan()).outputs:
                 assert row.error is None, row.error
+                answers[row.sequence.key].take(row)
         assert pool.counts().owned == 0
-        return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+        return [answers[request.key] for request in requests]
 
     def close(self) -> None:
         self.runner.close()

@@ -4,8 +4,9 @@ It starts both legs, takes what the nodes say, and merges it as a router does. `
 until neither node holds anything, and then every block must be free or cached.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from kvrelay.engine.errors import KvrelayError
 from kvrelay.engine.legs import Delta, Leg, LegReport, Peer
 from kvrelay.engine.model_info import read_model_info
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.request import FinishReason, Request, RequestKey
+from kvrelay.engine.request import FinishReason, Logprobs, Request, RequestKey
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.secret import new_epoch
 from kvrelay.node.core import NodeCore
@@ -37,6 +38,7 @@ from kvrelay.prefill_node.admission import PrefillAdmission
 from kvrelay.prefill_node.node import PrefillNode
 
 WAIT_S = 60.0
+BLOCK, CHUNK = 16, 32  # of `make_pair`
 
 
 class Node:
@@ -115,15 +117,39 @@ class Guard:
 
 
 @dataclass
+class ChoiceAnswer:
+    """What both legs said of one choice."""
+
+    tokens: list[int]
+    num_resumed: int
+    logprobs: list[Logprobs] = field(default_factory=list)  # of tokens from number `num_resumed` on
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
 class Answer:
     """What both legs said of one request."""
 
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    choices: dict[int, ChoiceAnswer]
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     errors: dict[str, KvrelayError] = field(default_factory=dict)
     reports: dict[str, LegReport] = field(default_factory=dict)
     open_legs: set[str] = field(default_factory=set)
     num_decode_deltas: int = 0
+
+    @property
+    def choice(self) -> ChoiceAnswer:
+        """The only one."""
+        (choice,) = self.choices.values()
+        return choice
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.choice.tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.choice.finish_reason
 
 
 class Pair:
@@ -163,7 +189,8 @@ class Pair:
         )
         pool_p = BlockPool(runner_p.num_blocks, prefill_config.block_size)
         admission = PrefillAdmission(prefill_config.block_size, prefill_config.watermark)
-        engine_p = Engine(Scheduler(prefill_config, pool_p, admission), runner_p, self.info.eos_token_ids, clock)
+        scheduler_p = Scheduler(prefill_config, pool_p, admission)
+        engine_p = Engine(scheduler_p, runner_p, self.info.eos_token_ids, clock, hands_over=True)
         core_p = PrefillNode(engine_p, self.sender, clock, self.prefill.on_report, kv_digests=kv_digests)
         self.offers: dict[RequestKey, Offer] = {}
         self.grants: dict[RequestKey, GrantPlan] = {}
@@ -215,18 +242,29 @@ class Pair:
         """Call the nodes for a request; with `legs`, only some of them."""
         nodes = ["decode"] if whole else list(legs)
         with self._changed:
-            self._answers[request.key] = Answer(list(request.output_token_ids), open_legs=set(nodes))
-        if "prefill" in nodes:
-            start_p = Start(Leg.PREFILL, request, self.decode.epoch)
-            self.prefill.post(lambda: self.prefill.core.start(start_p))
-        if "decode" in nodes:
-            start_d = Start(Leg.WHOLE if whole else Leg.DECODE, request, "" if whole else self.prefill.epoch)
-            self.decode.post(lambda: self.decode.core.start(start_d))
+            choices = range(request.choice, request.choice + request.sampling.n)
+            self._answers[request.key] = Answer(
+                {c: ChoiceAnswer(list(request.output_token_ids), len(request.output_token_ids)) for c in choices},
+                open_legs=set(nodes),
+            )
+        for name in nodes:
+            self._call(request, name, Leg.WHOLE if whole else Leg(name))
         return request.key
 
-    def cancel(self, key: RequestKey) -> None:
+    def join(self, request: Request, name: str) -> None:
+        """Call one more node for a request that `start` has called others for."""
+        with self._changed:
+            self._answers[request.key].open_legs.add(name)
+        self._call(request, name, Leg(name))
+
+    def _call(self, request: Request, name: str, leg: Leg) -> None:
+        node, other = (self.prefill, self.decode) if name == "prefill" else (self.decode, self.prefill)
+        start = Start(leg, request, "" if leg is Leg.WHOLE else other.epoch)
+        node.post(lambda: node.core.start(start))
+
+    def cancel(self, key: RequestKey, choice: int | None = None) -> None:
         for node in (self.prefill, self.decode):
-            node.post(lambda node=node: node.core.cancel(key))  # type: ignore[misc]
+            node.post(lambda node=node: node.core.cancel(key, choice))  # type: ignore[misc]
 
     def wait(self, key: RequestKey) -> Answer:
         """Until the answer is whole, or a leg has failed."""
@@ -269,17 +307,53 @@ class Pair:
 
     def _merge(self, name: str, delta: Delta) -> None:
         answer = self._answers[delta.key]
-        known = len(answer.tokens)
-        assert delta.first_token_index <= known, f"a gap before token {delta.first_token_index}: {answer}"
-        again = known - delta.first_token_index
-        assert list(delta.token_ids[:again]) == answer.tokens[delta.first_token_index :][: len(delta.token_ids)]
-        answer.tokens += delta.token_ids[again:]
+        if delta.prompt_logprobs:
+            assert delta.first_prompt_index == len(answer.prompt_logprobs), f"out of order: {answer}"
+            answer.prompt_logprobs += delta.prompt_logprobs
+        if delta.token_ids:
+            self._merge_tokens(answer.choices[delta.choice], delta)
         answer.num_decode_deltas += name == "decode" and bool(delta.token_ids)
-        if delta.finish_reason is not None:
-            answer.finish_reason = delta.finish_reason
         if delta.report is not None:
             answer.reports[name] = delta.report
         if delta.error is not None:
             answer.errors[name] = delta.error
         if delta.ended:
             answer.open_legs.discard(name)
+
+    def _merge_tokens(self, choice: ChoiceAnswer, delta: Delta) -> None:
+        first, known = delta.first_token_index, len(choice.tokens)
+        assert first <= known, f"a gap before token {first}: {choice}"
+        again = known - first
+        assert list(delta.token_ids[:again]) == choice.tokens[first:][: len(delta.token_ids)]
+        choice.tokens += delta.token_ids[again:]
+        if delta.logprobs:
+            assert len(delta.logprobs) == len(delta.token_ids)
+            assert list(delta.logprobs[:again]) == choice.logprobs[first - choice.num_resumed :][: len(delta.logprobs)]
+            choice.logprobs += delta.logprobs[again:]
+        if delta.finish_reason is not None:
+            assert choice.finish_reason in (None, delta.finish_reason)
+            choice.finish_reason = delta.finish_reason
+
+
+MakePair = Callable[..., Pair]
+
+
+@contextlib.contextmanager
+def making_pairs(model: Path) -> Iterator[MakePair]:
+    """Pairs with small blocks and chunks, that are closed at the end, with every block back."""
+    pairs: list[Pair] = []
+
+    def make(**options: Any) -> Pair:
+        chunked = {"max_num_batched_tokens": CHUNK, "block_size": BLOCK}
+        options["prefill"] = chunked | options.get("prefill", {})
+        options["decode"] = chunked | options.get("decode", {})
+        pairs.append(Pair(model, **options))
+        return pairs[-1]
+
+    try:
+        yield make
+        for pair in pairs:
+            pair.settle()
+    finally:
+        for pair in pairs:
+            pair.close()

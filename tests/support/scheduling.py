@@ -18,7 +18,7 @@ from kvrelay.engine.admission import Admission, LocalAdmission
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv_layout import blocks_for
-from kvrelay.engine.request import Request, RequestKey, SamplingParams, Sequence, Status
+from kvrelay.engine.request import FinishReason, OutputToken, Request, RequestKey, SamplingParams, Sequence, Status
 from kvrelay.engine.scheduler import Scheduler, StepPlan
 from kvrelay.engine.step import Scheduled
 from kvrelay.prefill_node.admission import PrefillAdmission
@@ -28,13 +28,13 @@ _GARBAGE = -1
 
 
 def make_sequence(
-    prompt: Iterable[int], *, number: int = 0, max_tokens: int = 8, priority: int = 0, cache_salt: str = ""
+    prompt: Iterable[int], *, number: int = 0, max_tokens: int = 8, priority: int = 0, cache_salt: str = "", n: int = 1
 ) -> Sequence:
     """A sequence that arrived `number`-th."""
     request = Request(
         key=RequestKey(f"request-{number}", 0),
         prompt_token_ids=tuple(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, seed=0),
+        sampling=SamplingParams(max_tokens=max_tokens, seed=0, n=n),
         priority=priority,
         arrival=float(number),
         cache_salt=cache_salt,
@@ -56,7 +56,7 @@ class World:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.pool = scheduler.pool
-        self.sequences: list[Sequence] = []  # in order of arrival, the ended ones too
+        self.sequences: list[Sequence] = []  # in order of arrival or fork, the ended ones too
         self.expected: list[Sequence] = []
         self.remote: dict[Sequence, GrantPlan] = {}
         self.ended_remote: dict[Sequence, GrantPlan] = {}
@@ -83,13 +83,15 @@ class World:
         self._decode.offered(sequence)
 
     def land(self, sequence: Sequence) -> None:
-        """The transfer has written what was granted, and ends; well, unless the first token was the last."""
+        """The transfer has written what was granted, and ends; well, unless every first token was a last one."""
         granted = self.remote.pop(sequence)
         self._write_granted(sequence, granted)
-        if sequence.request.sampling.max_tokens == 1:
+        tokens = self._sample(sequence)
+        if all(token.finish_reason for token in tokens):
             self._decode.give_back(sequence)
         else:
-            self._decode.landed(sequence, self._sample(sequence))
+            self._decode.landed(sequence)
+            self._take(sequence, tokens)
 
     def fail(self, sequence: Sequence) -> None:
         """The transfer ends without landing; to the very end it may have written."""
@@ -125,9 +127,7 @@ class World:
         self.scheduler.advance(scheduled)
         for row in scheduled:
             if row.samples:
-                row.sequence.token_ids.append(self._sample(row.sequence))
-                if self._is_done(row.sequence):
-                    self.scheduler.finish(row.sequence)
+                self._take(row.sequence, self._sample(row.sequence))
         self.num_steps += 1
         self.check()
         return plan
@@ -175,7 +175,8 @@ class World:
             ranks = [sequence.rank for sequence in queue]
             assert ranks == sorted(set(ranks))
             assert all(sequence.status is status for sequence in queue)
-        assert len(scheduler.running) + len(self.remote) <= scheduler.config.max_num_seqs
+        seated = (*scheduler.running, *self.remote)
+        assert sum(map(scheduler.admission.num_seats, seated)) <= scheduler.config.max_num_seqs
         for sequence in scheduler.running:
             assert len(set(sequence.block_table)) == len(sequence.block_table)
             assert sequence.num_computed_tokens <= len(sequence.block_table) * pool.block_size
@@ -238,8 +239,20 @@ class World:
     def _started(self, plan: StepPlan) -> None:
         """What a node does with the sequences that a plan has started."""
 
-    def _is_done(self, sequence: Sequence) -> bool:
-        return sequence.num_output_tokens == sequence.request.sampling.max_tokens
+    def _take(self, sequence: Sequence, tokens: list[OutputToken]) -> None:
+        """What an engine does with what was sampled."""
+        going_on = [token for token in tokens if token.finish_reason is None]
+        if sequence.num_choices == 1 or not going_on:
+            sequence.token_ids.append(tokens[0].token_id)
+            if not going_on:
+                self.scheduler.finish(sequence)
+        else:
+            sequences, copies = self.scheduler.fork(sequence, going_on)
+            assert sequences[0] is sequence
+            self.sequences += sequences[1:]
+            for source, target in copies:
+                for slot in range(self.pool.block_size):
+                    self._slots[(target, slot)] = self._slots.get((source, slot), _GARBAGE)
 
     # --- the model that is none
 
@@ -256,9 +269,17 @@ class World:
             chain.append(hash((before, sequence.token_ids[position])))
         return chain
 
-    def _sample(self, sequence: Sequence) -> int:
-        """The next token; equal contexts have equal ones, so that outputs share blocks too."""
-        return self._chain(sequence)[-1] % 3
+    def _sample(self, sequence: Sequence) -> list[OutputToken]:
+        """The next token of each choice; equal contexts often have equal ones, so that outputs share blocks too. Some
+        of several choices end with their first."""
+        tokens = []
+        for choice in sequence.choices:
+            value = self._chain(sequence)[-1] + (choice if sequence.num_choices > 1 else 0)
+            is_last = sequence.num_output_tokens + 1 == sequence.request.sampling.max_tokens
+            ends = is_last or (sequence.num_choices > 1 and value % 5 == 0)
+            reason = FinishReason.STOP if ends else None
+            tokens.append(OutputToken(choice=choice, token_id=value % 3, finish_reason=reason))
+        return tokens
 
     def _slot(self, block_table: Seq[int], position: int) -> tuple[int, int]:
         return block_table[position // self.pool.block_size], position % self.pool.block_size
@@ -320,8 +341,8 @@ class PrefillWorld(World):
             self.pool.acquire(pinned)
             self.pins[start.sequence] = pinned
 
-    def _is_done(self, sequence: Sequence) -> bool:
-        return sequence.num_output_tokens >= 1
+    def _take(self, sequence: Sequence, tokens: list[OutputToken]) -> None:
+        self.scheduler.finish(sequence)
 
 
 def local_world(num_blocks: int, *, admission: Admission | None = None, **options: Any) -> World:

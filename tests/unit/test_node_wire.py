@@ -2,16 +2,25 @@
 
 import pytest
 
+from kvrelay.connector.base import ConnectorStatistics
+from kvrelay.engine.block_pool import BlockCounts
 from kvrelay.engine.errors import InvalidArgument
-from kvrelay.engine.legs import Leg
-from kvrelay.node.wire import read_start
+from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, Delta, Leg, Load
+from kvrelay.engine.request import Logprobs, RequestKey
+from kvrelay.node.report import Snapshot
+from kvrelay.node.wire import read_start, write_step
 from kvrelay.proto import inference_pb2, node_pb2
 
 V = 100
+SNAPSHOT = Snapshot(
+    blocks=BlockCounts(9, 4, 3, 2, 0),
+    load=Load(num_free_blocks=7),
+    transfers=ConnectorStatistics(states={}, sessions=()),
+)
 
 
 def start(**changes: object) -> node_pb2.Start:
-    sampling = {"max_tokens": 4, "seed": 2**64 - 1, "repetition_penalty": 1.0} | changes.pop("sampling", {})  # type: ignore[operator]
+    sampling = {"max_tokens": 4, "seed": 2**64 - 1, "repetition_penalty": 1.0, "n": 1} | changes.pop("sampling", {})  # type: ignore[operator]
     values = {
         "request_id": "r",
         "leg": node_pb2.Start.LEG_WHOLE,
@@ -23,11 +32,15 @@ def start(**changes: object) -> node_pb2.Start:
 
 
 def test_a_start_is_read_on_the_node_s_own_clock() -> None:
-    read = read_start(start(output_token_ids=[7], cache_salt="s", priority=-2), now=100.0, vocab_size=V)
+    words = [inference_pb2.TokenIds(ids=[1, 2]), inference_pb2.TokenIds(ids=[V - 1])]
+    message = start(output_token_ids=[7], cache_salt="s", priority=-2, bad_word_ids=words, choice=3)
+    read = read_start(message, now=100.0, vocab_size=V)
     assert read.leg is Leg.WHOLE
     request = read.request
     assert (request.arrival, request.deadline) == (100.0, 105.0)
-    assert (request.prompt_token_ids, request.output_token_ids) == ((1, V - 1), (7,))
+    assert (request.prompt_token_ids, request.output_token_ids, request.choice) == ((1, V - 1), (7,), 3)
+    assert request.sampling.bad_word_ids == ((1, 2), (V - 1,))
+    assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (None, None)
     assert (request.sampling.seed, request.cache_salt, request.priority) == (2**64 - 1, "s", -2)
 
 
@@ -45,9 +58,53 @@ def test_a_start_is_read_on_the_node_s_own_clock() -> None:
         {"sampling": {"repetition_penalty": float("nan")}},
         {"sampling": {"logit_bias": {V: 1.0}}},
         {"sampling": {"logit_bias": {-1: 1.0}}},
+        {"sampling": {"n": 0}},
+        {"sampling": {"n": MAX_CHOICES + 1}},
+        {"sampling": {"n": 2}, "output_token_ids": [1]},
+        {"sampling": {"logprobs": -1}},
+        {"sampling": {"logprobs": MAX_LOGPROBS + 1}},
+        {"sampling": {"prompt_logprobs": MAX_LOGPROBS + 1}},
+        {"bad_word_ids": [inference_pb2.TokenIds(ids=[1, V])]},
+        {"bad_word_ids": [inference_pb2.TokenIds()]},
     ],
 )
 def test_what_would_upset_the_engine_is_refused(changes: dict[str, object]) -> None:
     """D04."""
     with pytest.raises(InvalidArgument):
         read_start(start(**changes), now=0.0, vocab_size=V)
+
+
+def test_a_step_says_tokens_with_their_log_probabilities_and_the_prompt_s() -> None:
+    said = Delta(
+        key=RequestKey("r", 2),
+        choice=3,
+        first_token_index=5,
+        token_ids=(7, 8),
+        logprobs=(Logprobs((7, 1), (-0.5, -0.25)), Logprobs((8, 1), (-1.5, -0.125))),
+        prompt_logprobs=(Logprobs(), Logprobs((4,), (-2.0,))),
+        first_prompt_index=0,
+    )
+    (message,) = write_step((said,), SNAPSHOT)
+    step = message.step
+    assert step.load.num_free_blocks == 7
+    (delta,) = step.deltas
+    assert (delta.request_id, delta.attempt, delta.choice, delta.first_token_index) == ("r", 2, 3, 5)
+    assert list(delta.token_ids) == [7, 8]
+    assert [(list(p.token_ids), list(p.logprobs)) for p in delta.logprobs] == [
+        ([7, 1], [-0.5, -0.25]),
+        ([8, 1], [-1.5, -0.125]),
+    ]
+    assert [(list(p.token_ids), list(p.logprobs)) for p in delta.prompt_logprobs] == [([], []), ([4], [-2.0])]
+    assert not delta.ended
+
+
+def test_a_large_step_is_said_in_several_messages_none_too_large_for_a_stream() -> None:
+    position = Logprobs(tuple(range(10**6, 10**6 + 65)), (-1.0,) * 65)
+    deltas = tuple(Delta(key=RequestKey(f"r{i}", 0), prompt_logprobs=(position,) * 512) for i in range(20))
+    messages = list(write_step((*deltas, Delta(key=RequestKey("last", 0), ended=True)), SNAPSHOT))
+    assert [message.step.HasField("load") for message in messages] == [True] + [False] * (len(messages) - 1)
+    assert max(message.ByteSize() for message in messages) < 2**20 + 2**16
+    said = [delta.request_id for message in messages for delta in message.step.deltas]
+    assert said == [*(f"r{i}" for i in range(20)), "last"]
+    (empty,) = write_step((), SNAPSHOT)
+    assert empty.step.load.num_free_blocks == 7

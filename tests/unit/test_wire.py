@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.connector import wire
-from kvrelay.connector.base import EndReason, FirstToken, GrantedRange, GrantPlan, Handover, RefuseReason
+from kvrelay.connector.base import EndReason, GrantedRange, GrantPlan, Handover, RefuseReason
 from kvrelay.connector.messages import (
     Ack,
     CommitMessage,
@@ -22,8 +22,8 @@ from kvrelay.connector.messages import (
 )
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.request import FinishReason, RequestKey
-from kvrelay.proto import transfer_pb2 as pb
+from kvrelay.engine.request import FinishReason, Logprobs, OutputToken, RequestKey
+from kvrelay.proto import inference_pb2, transfer_pb2 as pb
 
 KEY = RequestKey("r", 3)
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=16, dtype="bfloat16")
@@ -48,8 +48,10 @@ BODIES = [
     CommitMessage(
         Handover(
             first_tokens=(
-                FirstToken(choice=0, token_id=7),
-                FirstToken(choice=1, token_id=8, finish_reason=FinishReason.STOP),
+                OutputToken(choice=0, token_id=7),
+                OutputToken(
+                    choice=1, token_id=8, logprobs=Logprobs((8, 3), (-0.5, -0.25)), finish_reason=FinishReason.STOP
+                ),
             ),
             num_cached_tokens=16,
             block_digests=(b"b" * 16, b"c" * 16),
@@ -83,6 +85,11 @@ def hello(**fields):
     return message(hello=pb.Hello(**(known | fields)))
 
 
+def first_token(**logprobs):
+    token = pb.FirstToken(logprobs=inference_pb2.Logprobs(**logprobs))
+    return message(commit=pb.Commit(first_tokens=[token]))
+
+
 @pytest.mark.parametrize(
     ("payload", "field"),
     [
@@ -101,6 +108,8 @@ def hello(**fields):
         (message(commit=pb.Commit(first_tokens=[pb.FirstToken()] * 129)), "first_tokens"),
         (message(commit=pb.Commit(first_tokens=[pb.FirstToken(finish_reason="bored")])), "finish_reason"),
         (message(commit=pb.Commit(first_tokens=[pb.FirstToken()], block_digests=[b"1"])), "block_digests"),
+        (first_token(token_ids=range(66), logprobs=[0.0] * 66), "logprobs"),
+        (first_token(token_ids=[1, 2], logprobs=[0.0]), "logprobs"),
         (message(hello_proof=pb.HelloProof(proof=b"short", transport="zmq")), "proof"),
         (message(hello_proof=pb.HelloProof(proof=b"p" * 32)), "transport"),
         (hello(epoch=""), "epoch"),
