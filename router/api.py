@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.engine.legs import HandoffReport
-from kvrelay.engine.request import FinishReason
+from kvrelay.engine.request import FinishReason, Logprobs
 from kvrelay.router.messages import TraceContext
 
 
@@ -66,6 +66,7 @@ class RawRequest:
     timeout_s: float | None = None
     cache_salt: str = ""
     trace: TraceContext | None = None
+    stream: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What the last piece of a choice says of the whole request."""
+    """What the last output of a request says of the whole of it."""
 
     usage: Usage
     timings: Timings
@@ -113,11 +114,16 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """New tokens of a choice and the new text they made certain; the last one has a finish reason and a summary."""
+    """New tokens of a choice and the new text they made certain; its last one has a finish reason, the request's last
+    one a summary. Log-probabilities of the prompt come once a request, in order, before the first token of any choice.
+    """
 
     choice: int
-    text: str
-    token_ids: Sequence[int]
-    first_token_index: int
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    first_token_index: int = 0
+    logprobs: Sequence[Logprobs] = ()  # one a token, where asked for
+    prompt_logprobs: Sequence[Logprobs] = ()
+    first_prompt_index: int = 0
     finish_reason: FinishReason | None = None
     summary: Summary | None = None

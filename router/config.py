@@ -4,16 +4,29 @@ from dataclasses import dataclass
 
 from kvrelay.engine.config import check_advertise, check_port, parse_size
 from kvrelay.engine.errors import ConfigError
+from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS
 
-_AT_LEAST_ONE = ("max_requests", "max_messages", "max_id_length", "max_nodes", "max_node_backlog")
+_AT_LEAST_ONE = (
+    "max_requests",
+    "max_messages",
+    "max_role_length",
+    "max_choices",
+    "max_id_length",
+    "max_nodes",
+    "max_node_backlog",
+)
 _NOT_NEGATIVE = (
     "max_model_len",
     "max_stop_strings",
     "max_stop_length",
     "max_stop_token_ids",
     "max_logit_bias",
+    "max_logprobs",
+    "max_bad_words",
+    "max_bad_word_length",
     "drain_timeout_s",
 )
+_AT_MOST = (("max_choices", MAX_CHOICES), ("max_logprobs", MAX_LOGPROBS))
 _POSITIVE_S = ("default_timeout_s", "max_timeout_s", "node_lease_s")
 
 
@@ -49,6 +62,8 @@ class RouterConfig:
     """Largest text that is tokenised, as a size in UTF-8."""
     max_messages: int = 1024
     """Most messages in one chat."""
+    max_role_length: int = 64
+    """Longest role of a chat message, in characters."""
     max_stop_strings: int = 16
     """Most stop strings of one request."""
     max_stop_length: int = 256
@@ -57,6 +72,14 @@ class RouterConfig:
     """Most stop token ids of one request."""
     max_logit_bias: int = 1024
     """Most tokens whose logits one request may change."""
+    max_bad_words: int = 128
+    """Most bad words of one request."""
+    max_bad_word_length: int = 64
+    """Longest bad word, in characters."""
+    max_logprobs: int = 20
+    """Most tokens a position whose log-probabilities one request may ask for, of the output and of the prompt."""
+    max_choices: int = 16
+    """Most choices (n) of one request."""
     max_id_length: int = 256
     """Longest request id and longest cache salt, in characters."""
     node_lease_s: float = 5.0
@@ -73,6 +96,9 @@ class RouterConfig:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must not be negative")
+        for name, limit in _AT_MOST:
+            if getattr(self, name) > limit:
+                raise ConfigError(f"{name} = {getattr(self, name)}: nodes take at most {limit}")
         for name in _POSITIVE_S:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")

@@ -1,14 +1,15 @@
 """Token ids to text as they come: whole characters only, stop strings held back. Bounded work a token.
 
-The text is a function of the output tokens alone: nothing of the prompt shows, and how the tokens were cut into
-deltas makes no difference.
+The text is a function of the output tokens, and of whether they begin a text, alone: nothing of the prompt shows, and
+how the tokens were cut into deltas makes no difference.
 """
 
 import codecs
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.engine.request import FinishReason, SamplingParams
+from kvrelay.engine.request import FinishReason, Request, SamplingParams
 from kvrelay.router.tokenizer import Tokenizer
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
@@ -32,8 +33,9 @@ class Detokenizer:
         if token_id in self._skipped:
             return ""
         if self._begins:
-            self._begins = False
-            return self._utf8.decode(self._pieces.first(token_id))
+            piece = self._pieces.first(token_id)
+            self._begins = piece is None
+            return self._utf8.decode(piece or b"")
         return self._utf8.decode(self._pieces[token_id])
 
     def flush(self) -> str:
@@ -47,27 +49,60 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_token
     return "".join([*map(detokenizer.feed, token_ids), detokenizer.flush()])
 
 
-class StopString:
-    """Looks for one stop string, a character at a time (Knuth, Morris, Pratt)."""
+class StopStrings:
+    """A request's stop strings as one automaton (Aho and Corasick): a character costs the same for one as for many.
 
-    __slots__ = ("_fallback", "num_matched", "text")
+    A state stands for the longest end of the text so far that begins a stop string; 0 stands for none. Its choices
+    share it: it does not change.
+    """
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.num_matched = 0  # the last characters of the text so far that begin the stop string
-        self._fallback = [0]  # [i]: length of the longest proper end of text[: i + 1] that begins it too
-        for character in text[1:]:
-            self._fallback.append(self._advance(self._fallback[-1], character))
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]  # of each state: what one more character of a stop string leads to
+        self._fallback = [0]  # of each state: the next longest end that begins a stop string
+        self.num_held = [0]  # of each state: the number of characters that it stands for
+        self.length_found = [0]  # of each state: the length of the longest stop string that ends there, or 0
+        for text in texts:
+            self._add(text)
+        self._link()
 
-    def feed(self, character: str) -> bool:
-        """Take a character in. Returns: whether it completes the stop string; nothing may be fed after that."""
-        self.num_matched = self._advance(self.num_matched, character)
-        return self.num_matched == len(self.text)
+    def __bool__(self) -> bool:
+        return len(self._next) > 1
 
-    def _advance(self, num_matched: int, character: str) -> int:
-        while num_matched and self.text[num_matched] != character:
-            num_matched = self._fallback[num_matched - 1]
-        return num_matched + (self.text[num_matched] == character)
+    def advance(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        while (following := self._next[state].get(character)) is None:
+            if state == 0:
+                return 0
+            state = self._fallback[state]
+        return following
+
+    def pass_over(self, state: int) -> int:
+        """The state in which a stop string that was found, and does not count, holds back nothing any more."""
+        while not self._next[state]:
+            state = self._fallback[state]
+        return state
+
+    def _add(self, text: str) -> None:
+        state = 0
+        for num_characters, character in enumerate(text, 1):
+            following = self._next[state].setdefault(character, len(self._next))
+            if following == len(self._next):
+                self._next.append({})
+                self._fallback.append(0)
+                self.num_held.append(num_characters)
+                self.length_found.append(0)
+            state = following
+        self.length_found[state] = len(text)
+
+    def _link(self) -> None:
+        """Fill in the fallbacks, shorter states first."""
+        states = deque(self._next[0].values())
+        while states:
+            state = states.popleft()
+            for character, following in self._next[state].items():
+                fallback = self._fallback[following] = self.advance(self._fallback[state], character)
+                self.length_found[following] = self.length_found[following] or self.length_found[fallback]
+                states.append(following)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +117,26 @@ class Piece:
 class OutputText:
     """One choice's text: detokenised, cut at its first stop string.
 
-    A stop string counts from output token number `min_tokens` (from 1) on. The token that ended the choice (EOS or a
-    stop id) shows no text, unless include_stop_str_in_output.
+    A stop string counts if output token number `min_tokens` (from 1) or a later one ends it. The token that ended the
+    choice (EOS or a stop id) shows no text, unless include_stop_str_in_output.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
-        self._stops = [StopString(text) for text in sampling.stop]
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        *,
+        begins: bool = False,
+        stops: StopStrings | None = None,
+    ) -> None:
+        """`begins`: the output begins a text (see Detokenizer). `stops`: made of `sampling.stop`, if it was before."""
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens, begins=begins)
+        self._stops = StopStrings(sampling.stop) if stops is None else stops
         self._include_stop = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0
-        self._held = ""
+        self._state = 0
+        self._held = ""  # the characters that the state stands for
 
     def feed(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> Piece:
         """Take tokens in; `finish_reason` is why the choice ended with the last of them, if it did."""
@@ -113,17 +157,30 @@ class OutputText:
 
     def _take(self, text: str, shown: list[str]) -> bool:
         """Append to `shown` what is certain of the text so far. Returns: whether a stop string ended it."""
-        if not self._stops or self._num_tokens < self._min_tokens:
+        stops, state = self._stops, self._state
+        if not stops:
             shown.append(text)
             return False
-        text = self._held + text
-        for end in range(len(self._held) + 1, len(text) + 1):
-            # Where two end at one place, the longer one counts.
-            length = max(len(stop.text) if stop.feed(text[end - 1]) else 0 for stop in self._stops)
-            if length:
+        num_held, text = len(self._held), self._held + text
+        for end in range(num_held + 1, len(text) + 1):
+            state = stops.advance(state, text[end - 1])
+            length = stops.length_found[state]
+            if length and self._num_tokens >= self._min_tokens:
                 shown.append(text[:end] if self._include_stop else text[: end - length])
                 return True
-        num_certain = len(text) - max(stop.num_matched for stop in self._stops)
+            if length:
+                state = stops.pass_over(state)
+        num_certain = len(text) - stops.num_held[state]
         shown.append(text[:num_certain])
-        self._held = text[num_certain:]
+        self._state, self._held = state, text[num_certain:]
         return False
+
+
+def make_output_texts(tokenizer: Tokenizer, request: Request) -> list[OutputText]:
+    """One for each of a request's choices."""
+    sampling, pieces = request.sampling, tokenizer.pieces
+    skipped = tokenizer.special_ids if sampling.skip_special_tokens else frozenset()
+    # After a prompt that shows nothing, such as BOS alone, the output begins the text.
+    begins = not any(pieces[token_id] for token_id in request.prompt_token_ids if token_id not in skipped)
+    stops = StopStrings(sampling.stop)
+    return [OutputText(tokenizer, sampling, begins=begins, stops=stops) for _ in range(sampling.n)]

@@ -16,10 +16,10 @@ from kvrelay.engine.legs import Delta, Leg, LegReport
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import Request, RequestKey
 from kvrelay.router.api import Handoff, Output, Summary, Usage
-from kvrelay.router.detokenizer import OutputText, Piece
+from kvrelay.router.detokenizer import make_output_texts
 from kvrelay.router.messages import Cancel, Start, ToNode, TraceContext
 from kvrelay.router.policy import Placement, RequestFacts, place
-from kvrelay.router.race import Race
+from kvrelay.router.race import NewTokens, Race
 from kvrelay.router.registry import Node, Registry
 from kvrelay.router.stopwatch import Stopwatch
 from kvrelay.router.tokenizer import Tokenizer
@@ -54,6 +54,16 @@ class _Entry:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+class _Answer:
+    """What of one request has gone to its client, over all attempts."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.stopwatch = Stopwatch(request.arrival)
+        self.texts = make_output_texts(tokenizer, request)
+        self.num_open_choices = request.sampling.n
+        self.num_tokens = 0
+
+
 class Dispatcher:
     """Every request that runs through this router. Belongs to the event loop."""
 
@@ -69,18 +79,17 @@ class Dispatcher:
         self._num_late_deltas = 0
 
     async def generate(self, request: Request, trace: TraceContext | None = None) -> AsyncGenerator[Output]:
-        """Run a request; the last output has the finish reason. To be closed (`aclosing`), whatever happens.
+        """Run a request; the last output has the summary. To be closed (`aclosing`), whatever happens.
 
         Raises: KvrelayError, Unavailable if a node or a leg was lost.
         """
-        outcome, num_tokens = "LEFT", 0
-        stopwatch = Stopwatch(request.arrival)
+        outcome = "LEFT"
+        answer = _Answer(request, self._tokenizer)
         try:
-            async with aclosing(self._run(request, trace, stopwatch)) as outputs:
+            async with aclosing(self._run(request, trace, answer)) as outputs:
                 async for output in outputs:
-                    num_tokens = output.first_token_index + len(output.token_ids)
-                    if output.finish_reason is not None:
-                        outcome = output.finish_reason
+                    if output.summary is not None:
+                        outcome = output.finish_reason or outcome
                         self._num_finished += 1
                     yield output
         except KvrelayError as error:
@@ -89,7 +98,7 @@ class Dispatcher:
             raise
         finally:
             self._num_left += outcome == "LEFT"
-            _log_end(request, outcome, num_tokens, stopwatch, self._clock.now())
+            _log_end(request, outcome, answer, self._clock.now())
 
     def deliver(self, epoch: str, delta: Delta) -> None:
         """A node's word on one of its legs. What belongs to no open leg of that node came late: it is counted."""
@@ -120,24 +129,17 @@ class Dispatcher:
             num_late_deltas=self._num_late_deltas,
         )
 
-    async def _run(self, request: Request, trace: TraceContext | None, stopwatch: Stopwatch) -> AsyncGenerator[Output]:
+    async def _run(self, request: Request, trace: TraceContext | None, answer: _Answer) -> AsyncGenerator[Output]:
         """Run attempts until one brings the output home. There is one: a lost leg is the request's end."""
-        text = OutputText(self._tokenizer, request.sampling)
         with self._attempt(request, trace) as entry:
-            stopwatch.sent(self._clock.now())
-            race = entry.race
-            while True:
+            answer.stopwatch.sent(self._clock.now())
+            while answer.num_open_choices:
                 await entry.changed.wait()
                 entry.changed.clear()
-                first, token_ids = race.take()
-                if token_ids or race.finish_reason is not None:
-                    stopwatch.tokens_out(first + len(token_ids), self._clock.now())
-                    piece = text.feed(token_ids, race.finish_reason)
-                    yield self._output(request, entry, first, token_ids[: piece.num_tokens], piece, stopwatch)
-                    if piece.finish_reason is not None:
-                        return
-                if race.error is not None:
-                    raise race.error
+                for output in self._outputs(request, entry, answer):
+                    yield output
+                if entry.race.error is not None and answer.num_open_choices:
+                    raise entry.race.error
 
     @contextmanager
     def _attempt(self, request: Request, trace: TraceContext | None) -> Iterator[_Entry]:
@@ -145,11 +147,14 @@ class Dispatcher:
 
         Raises: Unavailable, InvalidArgument.
         """
-        num_prompt_tokens, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-        facts = RequestFacts(num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+        facts = RequestFacts(
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+            num_choices=request.sampling.n,
+        )
         placement = place(self._registry, facts)
         legs = _legs(placement)
-        entry = _Entry(placement, Race({node.facts.epoch: leg for node, leg, _ in legs}, max_tokens))
+        entry = _Entry(placement, Race({node.facts.epoch: leg for node, leg, _ in legs}, request))
         self._entries[request.key] = entry
         try:
             for node, leg, peer_epoch in legs:
@@ -162,8 +167,12 @@ class Dispatcher:
 
     def _start(self, request: Request, trace: TraceContext | None, node: Node, leg: Leg, peer_epoch: str) -> None:
         num_prompt_tokens = len(request.prompt_token_ids)
-        computed = 0 if leg is Leg.DECODE else num_prompt_tokens
-        self._registry.note_placed(node, num_prompt_tokens=computed, holds_tokens=num_prompt_tokens + 1)
+        self._registry.note_placed(
+            node,
+            to_compute=0 if leg is Leg.DECODE else num_prompt_tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            num_choices=1 if leg is Leg.PREFILL else request.sampling.n,
+        )
         start = Start(
             leg=leg,
             request=request,
@@ -173,27 +182,36 @@ class Dispatcher:
         )
         self._nodes.send(node.facts.epoch, start)
 
-    def _output(
-        self,
-        request: Request,
-        entry: _Entry,
-        first: int,
-        token_ids: list[int],
-        piece: Piece,
-        stopwatch: Stopwatch,
-    ) -> Output:
-        is_last = piece.finish_reason is not None
-        num_tokens = first + len(token_ids)
+    def _outputs(self, request: Request, entry: _Entry, answer: _Answer) -> Iterator[Output]:
+        """What the legs have said since the last time, as the client gets it."""
+        while True:
+            first, logprobs = entry.race.take_prompt_logprobs()
+            if not logprobs:
+                break
+            yield Output(choice=0, prompt_logprobs=logprobs, first_prompt_index=first)
+        for new in entry.race.take():
+            yield self._output(request, entry, answer, new)
+
+    def _output(self, request: Request, entry: _Entry, answer: _Answer, new: NewTokens) -> Output:
+        piece = answer.texts[new.choice].feed(new.token_ids, new.finish_reason)
+        answer.num_tokens += piece.num_tokens
+        answer.stopwatch.tokens_out(new.first_index + piece.num_tokens, self._clock.now())
+        if piece.finish_reason is not None:
+            answer.num_open_choices -= 1
+            if entry.race.stop(new.choice) and answer.num_open_choices:
+                for epoch in entry.race.open_legs:
+                    self._nodes.send(epoch, Cancel(request.key, new.choice))
         return Output(
-            choice=0,
+            choice=new.choice,
             text=piece.text,
-            token_ids=token_ids,
-            first_token_index=first,
+            token_ids=new.token_ids[: piece.num_tokens],
+            first_token_index=new.first_index,
+            logprobs=new.logprobs[: piece.num_tokens],
             finish_reason=piece.finish_reason,
-            summary=self._summarise(request, entry, num_tokens, stopwatch) if is_last else None,
+            summary=None if answer.num_open_choices else self._summarise(request, entry, answer),
         )
 
-    def _summarise(self, request: Request, entry: _Entry, num_tokens: int, stopwatch: Stopwatch) -> Summary:
+    def _summarise(self, request: Request, entry: _Entry, answer: _Answer) -> Summary:
         reports = entry.race.reports
         prefill = entry.placement.prefill
         first = reports.get(Leg.WHOLE if prefill is None else Leg.PREFILL)
@@ -201,10 +219,10 @@ class Dispatcher:
         return Summary(
             usage=Usage(
                 prompt_tokens=len(request.prompt_token_ids),
-                completion_tokens=num_tokens,
+                completion_tokens=answer.num_tokens,
                 cached_tokens=first.num_cached_tokens if first else 0,
             ),
-            timings=stopwatch.timings(first, decode, self._clock.now()),
+            timings=answer.stopwatch.timings(first, decode, self._clock.now()),
             handoff=_handoff(entry.placement, decode),
         )
 
@@ -225,7 +243,7 @@ def _handoff(placement: Placement, decode: LegReport | None) -> Handoff | None:
     )
 
 
-def _log_end(request: Request, outcome: str, num_tokens: int, stopwatch: Stopwatch, now: float) -> None:
+def _log_end(request: Request, outcome: str, answer: _Answer, now: float) -> None:
     log.info(
         "request_ended",
         extra=fields(
@@ -233,8 +251,8 @@ def _log_end(request: Request, outcome: str, num_tokens: int, stopwatch: Stopwat
             attempt=request.key.attempt,
             outcome=outcome,
             prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=num_tokens,
-            ttft_ms=stopwatch.ttft_ms,
+            completion_tokens=answer.num_tokens,
+            ttft_ms=answer.stopwatch.ttft_ms,
             total_ms=(now - request.arrival) * 1e3,
         ),
     )

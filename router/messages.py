@@ -52,9 +52,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Nobody wants this attempt any more."""
+    """Nobody wants this attempt any more, or this choice of it."""
 
     key: RequestKey
+    choice: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

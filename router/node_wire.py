@@ -3,7 +3,7 @@
 from kvrelay.engine.errors import InvalidArgument, RemoteError
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.legs import Delta, HandoffReport, Leg, LegReport, Load
-from kvrelay.engine.request import FinishReason, RequestKey, SamplingParams
+from kvrelay.engine.request import FinishReason, Logprobs, RequestKey, SamplingParams
 from kvrelay.proto import inference_pb2, node_pb2 as pb
 from kvrelay.router.messages import Cancel, NodeFacts, Peers, Role, Start, ToNode
 from kvrelay.router.registry import Node
@@ -71,7 +71,7 @@ def read_load(message: pb.Load) -> Load:
 
 
 def read_delta(message: pb.Delta) -> Delta:
-    """Raises: InvalidArgument."""
+    """As the node said it: whether it fits the request is the race's to judge. Raises: InvalidArgument."""
     if message.finish_reason not in _FINISH_REASONS:
         raise InvalidArgument("finish_reason", message.finish_reason, "unknown")
     error = message.error
@@ -80,11 +80,18 @@ def read_delta(message: pb.Delta) -> Delta:
         choice=message.choice,
         first_token_index=message.first_token_index,
         token_ids=tuple(message.token_ids),
+        logprobs=tuple(map(_read_logprobs, message.logprobs)),
+        prompt_logprobs=tuple(map(_read_logprobs, message.prompt_logprobs)),
+        first_prompt_index=message.first_prompt_index,
         finish_reason=_FINISH_REASONS[message.finish_reason],
         error=RemoteError(error.code, error.message, error.retryable) if message.HasField("error") else None,
         report=_read_report(message.report) if message.HasField("report") else None,
         ended=message.ended,
     )
+
+
+def _read_logprobs(message: inference_pb2.Logprobs) -> Logprobs:
+    return Logprobs(tuple(message.token_ids), tuple(message.logprobs))
 
 
 def _read_report(message: pb.LegReport) -> LegReport:
@@ -123,8 +130,8 @@ def write_message(message: ToNode) -> pb.RouterMessage:
     match message:
         case Start():
             return pb.RouterMessage(start=_write_start(message))
-        case Cancel(key):
-            return pb.RouterMessage(cancel=pb.Cancel(request_id=key.request_id, attempt=key.attempt))
+        case Cancel(key, choice):
+            return pb.RouterMessage(cancel=pb.Cancel(request_id=key.request_id, attempt=key.attempt, choice=choice))
         case Peers(decode_nodes):
             peers = [pb.Peer(epoch=peer.epoch, connector_address=peer.connector_address) for peer in decode_nodes]
             return pb.RouterMessage(peers=pb.Peers(decode_nodes=peers))
@@ -146,11 +153,13 @@ def _write_start(start: Start) -> pb.Start:
         trace=None
         if trace is None
         else inference_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate),
+        bad_word_ids=[inference_pb2.TokenIds(ids=word) for word in request.sampling.bad_word_ids],
+        choice=request.choice,
     )
 
 
 def _write_sampling(sampling: SamplingParams) -> inference_pb2.SamplingParams:
-    """Every field that a node acts on; text (stop strings, special tokens) is the router's own."""
+    """Every field that a node acts on; text (stop strings, bad words, special tokens) is the router's own."""
     return inference_pb2.SamplingParams(
         max_tokens=sampling.max_tokens,
         min_tokens=sampling.min_tokens,
@@ -167,7 +176,6 @@ def _write_sampling(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         logit_bias=dict(sampling.logit_bias),
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
-        bad_words=sampling.bad_words,
         n=sampling.n,
     )
 

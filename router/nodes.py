@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from kvrelay import __version__
 from kvrelay.engine import secret
@@ -170,6 +171,8 @@ class NodesServicer(node_pb2_grpc.NodesServicer):
             link.close(None)
         except TimeoutError:
             link.close(Unavailable(f"it said nothing for {self._lease_s:g} s"))
+        except DecodeError as error:
+            link.close(InvalidArgument("message", "bytes", f"cannot be read: {error}"))
         except KvrelayError as error:
             link.close(error)
 

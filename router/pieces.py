@@ -1,16 +1,41 @@
 """What each token id adds to the text, as bytes: tokenizer.json's decoder, one token at a time.
 
-Bytes, not text: a token of a byte-level vocabulary may hold half a character. The decoders of the families in use
-work token by token but for one rule at the very start of a text (`first`). Any other decoder is refused by name.
+Bytes, not text: a token may hold half a character. The decoders that causal models use work token by token but for
+one rule at the very start of a text (`first`); any other decoder is refused by name. Two things differ from the
+library's own decoding, on purpose:
+
+- Bytes that are no character become U+FFFD by one rule, Unicode's: one for each longest beginning of a character. The
+  library does so in byte-level vocabularies; of byte-fallback tokens it spoils the whole run where one byte is bad, the
+  good characters too, so that what a character is would depend on tokens that come after it.
+- A token added to a byte-level vocabulary stands for its content, as it does in a prompt. The library takes the
+  letters in it that are also in the vocabulary's alphabet ("é", "đ") for the bytes that they stand for there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from kvrelay.engine.errors import ModelError
 
-_BYTE_TOKENS = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+_BYTE_TOKENS = {f"<0x{byte:{form}}>": bytes([byte]) for byte in range(256) for form in ("02X", "02x")}
+
+# What WordPiece's clean-up does, within each token, in this order.
+_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+
+_Decode = Callable[[str, bool], bytes]  # a token and whether it begins a text -> what it adds
 
 
 @cache
@@ -25,64 +50,111 @@ def byte_level_alphabet() -> dict[str, int]:
 class Pieces(dict[int, bytes]):
     """token id -> bytes, worked out at first use. Ids that the tokenizer does not know add nothing."""
 
-    def __init__(self, decoder: dict[str, Any] | None, id_to_token: Callable[[int], str | None]) -> None:
-        """Raises: ModelError for a decoder that is not supported."""
+    def __init__(
+        self,
+        decoder: dict[str, Any] | None,
+        id_to_token: Callable[[int], str | None],
+        added: Mapping[int, str] | None = None,
+    ) -> None:
+        """`added`: the contents of the tokens that are not the model's own.
+
+        Raises: ModelError for a decoder that is not supported.
+        """
         super().__init__()
         self._id_to_token = id_to_token
-        self._byte_level = False
-        self._byte_fallback = False
-        self._replacements: list[tuple[str, str]] = []
-        self._strip_start = ""  # removed once from the start of a text
-        self._drop_at_start = ""  # every one in a text's first token is removed
-        for step in _steps(decoder):
-            self._add_step(step)
+        self._decode = _make_decode(decoder)
+        self._verbatim = added if added and self._decode is _decode_byte_level else {}
 
     def __missing__(self, token_id: int) -> bytes:
-        token = self._id_to_token(token_id)
-        piece = self[token_id] = b"" if token is None else self._decode(token)
+        piece = self[token_id] = self._piece(token_id, begins=False) or b""
         return piece
 
-    def first(self, token_id: int) -> bytes:
-        """What the id adds where it begins a text."""
-        token = self._id_to_token(token_id)
-        if token is not None and self._drop_at_start:
-            return self._decode(token.replace(self._drop_at_start, ""))
-        return self[token_id].removeprefix(self._strip_start.encode())
+    def first(self, token_id: int) -> bytes | None:
+        """What the id adds where it begins a text. None: the tokenizer does not know it, and it begins nothing."""
+        return self._piece(token_id, begins=True)
 
-    def _decode(self, token: str) -> bytes:
-        if self._byte_level:
-            alphabet = byte_level_alphabet()
-            values = [alphabet.get(character) for character in token]
-            # An added token may hold characters outside the alphabet: it stands for itself.
-            return token.encode() if None in values else bytes(value for value in values if value is not None)
-        if self._byte_fallback and token in _BYTE_TOKENS:
-            return _BYTE_TOKENS[token]
-        for old, new in self._replacements:
+    def _piece(self, token_id: int, *, begins: bool) -> bytes | None:
+        content = self._verbatim.get(token_id)
+        if content is not None:
+            return content.encode()
+        token = self._id_to_token(token_id)
+        return None if token is None else self._decode(token, begins)
+
+
+def _make_decode(decoder: dict[str, Any] | None) -> _Decode:
+    if decoder is None:
+        return _decode_joined
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    match steps:
+        case [{"type": "ByteLevel"}]:
+            return _decode_byte_level
+        case [{"type": "WordPiece", "prefix": str(prefix), "cleanup": bool(cleans_up)}]:
+            return _WordPiece(prefix, cleans_up)
+    return _make_sentencepiece(steps)
+
+
+def _decode_joined(token: str, begins: bool) -> bytes:
+    """Without a decoder: tokens are words, and a space stands between them."""
+    return (token if begins else f" {token}").encode()
+
+
+def _decode_byte_level(token: str, begins: bool) -> bytes:
+    alphabet = byte_level_alphabet()
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:  # such as a mark of its own for the end of a text: it stands for itself
+        return token.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class _WordPiece:
+    """Words with spaces between them; what begins with the prefix ("##") goes on with the word before it."""
+
+    prefix: str
+    cleans_up: bool
+
+    def __call__(self, token: str, begins: bool) -> bytes:
+        if not begins:
+            token = token.removeprefix(self.prefix) if token.startswith(self.prefix) else f" {token}"
+        for old, new in _CLEAN_UP if self.cleans_up else ():
             token = token.replace(old, new)
         return token.encode()
 
-    def _add_step(self, step: dict[str, Any]) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Sentencepiece:
+    """A mark ("▁") stands for a space, and tokens of single bytes may stand for what the vocabulary lacks."""
+
+    byte_fallback: bool
+    replacements: tuple[tuple[str, str, str], ...]  # what, by what, by what in a text's first token
+    strip: str  # removed once from the start of a text
+
+    def __call__(self, token: str, begins: bool) -> bytes:
+        piece = _BYTE_TOKENS.get(token) if self.byte_fallback else None
+        if piece is None:
+            for old, new, new_first in self.replacements:
+                token = token.replace(old, new_first if begins else new)
+            piece = token.encode()
+        return piece.removeprefix(self.strip.encode()) if begins else piece
+
+
+def _make_sentencepiece(steps: Sequence[dict[str, Any]]) -> _Sentencepiece:
+    """From the steps of a decoder: those that work on each token, in any order, then Fuse, then Strip."""
+    byte_fallback = fused = False
+    replacements: list[tuple[str, str, str]] = []
+    strip = ""
+    for step in steps:
         match step:
-            case {"type": "ByteLevel"}:
-                self._byte_level = True
-            case {"type": "ByteFallback"}:
-                self._byte_fallback = True
+            case {"type": "ByteFallback"} if not fused:
+                byte_fallback = True
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if not fused:
+                replacements.append((old, new, new))
+            case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": str(scheme)} if not fused:
+                replacements.append((mark, " ", " " if scheme == "never" else ""))
             case {"type": "Fuse"}:
-                pass
-            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-                self._replacements.append((old, new))
-            case {"type": "Metaspace", "replacement": str(mark)}:
-                self._replacements.append((mark, " "))
-                self._drop_at_start = mark if step.get("prepend_scheme") != "never" else ""
-            case {"type": "Strip", "content": str(content), "start": 0 | 1 as start, "stop": 0}:
-                self._strip_start = content * start
+                fused = True
+            case {"type": "Strip", "content": str(content), "start": 1, "stop": 0} if fused and not strip:
+                strip = content
             case _:
-                raise ModelError(f"tokenizer.json: decoder {step}: not supported")
-
-
-def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    if decoder is None:
-        raise ModelError("tokenizer.json: no decoder: not supported")
-    if decoder.get("type") == "Sequence":
-        return list(decoder["decoders"])
-    return [decoder]
+                raise ModelError(f"tokenizer.json: decoder {step}: not supported{' here' * fused}")
+    return _Sentencepiece(byte_fallback, tuple(replacements), strip)

@@ -1,4 +1,4 @@
-"""Where a request goes: pure, from what the registry holds and two facts of the request."""
+"""Where a request goes: pure, from what the registry holds and three facts of the request."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ class RequestFacts:
 
     num_prompt_tokens: int
     max_tokens: int
+    num_choices: int = 1
 
     @property
     def max_len(self) -> int:
@@ -55,9 +56,9 @@ def place(nodes: Iterable[Node], request: RequestFacts) -> Placement:
 
 
 def _decode_cost(node: Node, request: RequestFacts) -> tuple[bool, int, int, int, str]:
-    """Room for the prompt and its next token first, then the smaller batch, then more room, then the one less used."""
-    lacks_room = node.num_free_blocks < node.num_blocks_for(request.num_prompt_tokens + 1)
-    return (lacks_room, node.num_requests, -node.num_free_blocks, node.num_placed, node.facts.epoch)
+    """Room for the prompt and each choice's next token first, then the smaller batch, more room, the one less used."""
+    lacks_room = node.num_free_blocks < node.num_blocks_for(request.num_prompt_tokens, request.num_choices)
+    return (lacks_room, node.num_choices, -node.num_free_blocks, node.num_placed, node.facts.epoch)
 
 
 def _prefill_cost(node: Node, request: RequestFacts, fastest: float) -> tuple[float, int, str]:

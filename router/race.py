@@ -1,33 +1,52 @@
 """One attempt at one request: what its legs have said, merged. Pure: no clock, no waiting, no sending.
 
-Both legs tell of the same choice: the prefill node of output token 0, the decode node of all tokens from 0 on. Tokens
-go by their index, so that each counts once whichever way and in whichever order it comes.
+Both legs tell of the same choices: the prefill node of each one's output token 0 and of the prompt's
+log-probabilities, the decode node of all tokens from 0 on. Everything goes by its choice and index, so that it counts
+once whichever way and in whichever order it comes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvrelay.engine.errors import Internal, KvrelayError, RemoteError, Unavailable
 from kvrelay.engine.legs import Delta, Leg, LegReport
-from kvrelay.engine.request import FinishReason
+from kvrelay.engine.request import FinishReason, Logprobs, Request, SamplingParams
+
+_MAX_POSITIONS = 1024  # of a prompt, whose log-probabilities are taken at once
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """What is new of one choice: tokens from output index `first_index` on, or its end, or both."""
+
+    choice: int
+    first_index: int
+    token_ids: list[int]
+    logprobs: list[Logprobs]  # one a token, where asked for
+    finish_reason: FinishReason | None
 
 
 class Race:
-    """The state of an attempt. It is over with a finish reason or an error, whichever comes first; late words change
-    nothing. Memory is bounded by max_tokens, whatever the nodes say."""
+    """The state of an attempt. It is over when every choice has ended and the prompt's log-probabilities are in, or
+    with an error, whichever comes first; late words change nothing. Memory is bounded by n * max_tokens and the
+    prompt's length, whatever the nodes say."""
 
-    def __init__(self, legs: Mapping[str, Leg], max_tokens: int) -> None:
+    def __init__(self, legs: Mapping[str, Leg], request: Request) -> None:
         """`legs`: by the epoch of the node that runs each."""
         self.open_legs = dict(legs)
         self.reports: dict[Leg, LegReport] = {}
-        self.finish_reason: FinishReason | None = None
         self.error: KvrelayError | None = None
-        self._token_ids: list[int] = []
-        self._num_taken = 0
-        self._max_tokens = max_tokens
+        self._request = request
+        self._choices = [_Choice(index) for index in range(request.sampling.n)]
+        self._num_open_choices = request.sampling.n
+        self._prompt_logprobs: list[Logprobs] = []  # those that were not taken yet
+        self._num_prompt_known = 0
+        asks_for_prompt = request.sampling.prompt_logprobs is not None
+        self._num_prompt_wanted = len(request.prompt_token_ids) if asks_for_prompt else 0
 
     @property
     def is_over(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
+        return self.error is not None or (self._num_open_choices == 0 and self._prompt_is_known)
 
     def receive(self, epoch: str, delta: Delta) -> bool:
         """Take a node's word in. Returns: False if this node has no open leg here (it came late)."""
@@ -37,13 +56,15 @@ class Race:
         if delta.report is not None:
             self.reports.setdefault(leg, delta.report)
         if not self.is_over:
-            self._merge(delta)
-            self._settle()
+            try:
+                self._merge(delta)
+            except Internal as error:
+                self.error = error
         if delta.error is not None:
             self._fail(epoch, delta.error)
         elif delta.ended:
             del self.open_legs[epoch]
-            self._settle()
+        self._settle()
         return True
 
     def lose(self, epoch: str, error: KvrelayError) -> bool:
@@ -51,52 +72,144 @@ class Race:
         if epoch not in self.open_legs:
             return False
         self._fail(epoch, error)
+        self._settle()
         return True
+
+    def stop(self, choice: int) -> bool:
+        """End a choice from the router's side: what is not taken yet and what still comes is dropped.
+
+        Returns: whether the nodes may still be at it.
+        """
+        was_open = self._choices[choice].stop()
+        self._num_open_choices -= was_open
+        return was_open
 
     def abort(self, error: KvrelayError) -> None:
         """End the attempt from the router's side; its legs stay open, and are to be cancelled."""
         if not self.is_over:
             self.error = error
 
-    def take(self) -> tuple[int, list[int]]:
-        """The tokens since the last call, and the output index of the first of them."""
-        first = self._num_taken
-        self._num_taken = len(self._token_ids)
-        return first, self._token_ids[first:]
+    def take_prompt_logprobs(self) -> tuple[int, list[Logprobs]]:
+        """Some that are new, and the prompt index of the first of them; to be called until there are none."""
+        first = self._num_prompt_known - len(self._prompt_logprobs)
+        taken = self._prompt_logprobs[:_MAX_POSITIONS]
+        del self._prompt_logprobs[:_MAX_POSITIONS]
+        return first, taken
+
+    def take(self) -> list[NewTokens]:
+        """What is new of each choice. Nothing before all of the prompt's log-probabilities have been taken."""
+        if not self._prompt_is_known or self._prompt_logprobs:
+            return []
+        return [new for choice in self._choices if (new := choice.take()) is not None]
+
+    @property
+    def _prompt_is_known(self) -> bool:
+        return self._num_prompt_known == self._num_prompt_wanted
 
     def _merge(self, delta: Delta) -> None:
-        first, num_known = delta.first_token_index, len(self._token_ids)
-        end = first + len(delta.token_ids)
-        known = self._token_ids[first:end]
-        if delta.choice != 0 or first > num_known or end > self._max_tokens:
-            self.error = Internal(f"choice {delta.choice}, tokens [{first}, {end}) came after {num_known} tokens")
-        elif delta.token_ids[: len(known)] != tuple(known):
-            self.error = Internal(f"the legs differ in tokens [{first}, {first + len(known)})")
-        else:
-            self._token_ids.extend(delta.token_ids[len(known) :])
-            if delta.finish_reason is not None:
-                self._finish(delta.finish_reason, end)
+        """Raises: Internal for what contradicts the request, or an earlier word."""
+        if not 0 <= delta.choice < len(self._choices):
+            raise Internal(f"choice {delta.choice} of {len(self._choices)}")
+        if delta.prompt_logprobs:
+            if self._request.sampling.prompt_logprobs is None:
+                raise Internal("log-probabilities of a prompt that nobody asked for")
+            self._merge_prompt(delta.first_prompt_index, delta.prompt_logprobs)
+        choice = self._choices[delta.choice]
+        if not choice.is_over:
+            choice.merge(delta, self._request.sampling)
+            self._num_open_choices -= choice.is_over
 
-    def _finish(self, reason: FinishReason, num_tokens: int) -> None:
-        if num_tokens == len(self._token_ids):
-            self.finish_reason = reason
+    def _merge_prompt(self, first: int, logprobs: tuple[Logprobs, ...]) -> None:
+        prompt, num_known, end = self._request.prompt_token_ids, self._num_prompt_known, first + len(logprobs)
+        if first > num_known or end > len(prompt):
+            raise Internal(f"log-probabilities of prompt tokens [{first}, {end}) of {len(prompt)} after {num_known}")
+        if first == 0:  # before a prompt's first token there is nothing
+            if logprobs[0] != Logprobs():
+                raise Internal("log-probabilities of a prompt's first token")
+            _check(logprobs[1:], prompt[1:end], self._request.sampling.prompt_logprobs)
         else:
-            self.error = Internal(f"finished after {num_tokens} tokens, with {len(self._token_ids)} known")
+            _check(logprobs, prompt[first:end], self._request.sampling.prompt_logprobs)
+        self._prompt_logprobs.extend(logprobs[num_known - first :])
+        self._num_prompt_known = max(num_known, end)
 
     def _fail(self, epoch: str, error: KvrelayError) -> None:
-        """End a leg with an error, which is the attempt's too; only a prefill leg whose token is out can be spared."""
+        """End a leg with an error, which is the attempt's too; only a prefill leg that has told all can be spared."""
         leg = self.open_legs.pop(epoch)
-        if not self.is_over and not (leg is Leg.PREFILL and self._token_ids):
+        has_told = self._prompt_is_known and all(choice.is_over or choice.token_ids for choice in self._choices)
+        if not self.is_over and not (leg is Leg.PREFILL and has_told):
             self.error = _explain(leg, error)
-        self._settle()
 
     def _settle(self) -> None:
         """See that what is still open can bring the output to its end: a leg that decodes, or a prefill leg that has
         not told its token yet (a decode leg that ended first had nothing to do: that token is the last)."""
         legs = self.open_legs.values()
-        can_go_on = Leg.DECODE in legs or Leg.WHOLE in legs or (Leg.PREFILL in legs and not self._token_ids)
-        if not self.is_over and not can_go_on:
+        prefills, decodes, does_both = Leg.PREFILL in legs, Leg.DECODE in legs, Leg.WHOLE in legs
+        prompt_can = self._prompt_is_known or prefills or does_both
+        choices_can = (
+            decodes
+            or does_both
+            or all(choice.is_over or (prefills and not choice.token_ids) for choice in self._choices)
+        )
+        if not self.is_over and not (prompt_can and choices_can):
             self.error = Internal("every leg ended, and the output did not")
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One choice's output."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    num_taken: int = 0
+    logprobs: list[Logprobs] = field(default_factory=list)  # of the tokens that were not taken yet
+    finish_reason: FinishReason | None = None  # until it is taken
+    is_over: bool = False
+
+    def merge(self, delta: Delta, sampling: SamplingParams) -> None:
+        first, num_known = delta.first_token_index, len(self.token_ids)
+        end = first + len(delta.token_ids)
+        known = self.token_ids[first:end]
+        if first > num_known or end > sampling.max_tokens:
+            raise Internal(f"choice {self.index}: tokens [{first}, {end}) came after {num_known} tokens")
+        if delta.token_ids[: len(known)] != tuple(known):
+            raise Internal(f"choice {self.index}: the legs differ in tokens [{first}, {first + len(known)})")
+        _check(delta.logprobs, delta.token_ids, sampling.logprobs)
+        if delta.finish_reason is not None and end < num_known:
+            raise Internal(f"choice {self.index}: finished after {end} tokens, with {num_known} known")
+        self.token_ids.extend(delta.token_ids[len(known) :])
+        self.logprobs.extend(delta.logprobs[len(known) :])
+        self.finish_reason = delta.finish_reason
+        self.is_over = delta.finish_reason is not None
+
+    def take(self) -> NewTokens | None:
+        first, finish_reason = self.num_taken, self.finish_reason
+        if first == len(self.token_ids) and finish_reason is None:
+            return None
+        new = NewTokens(self.index, first, self.token_ids[first:], self.logprobs, finish_reason)
+        self._forget_untaken()
+        return new
+
+    def stop(self) -> bool:
+        was_over, self.is_over = self.is_over, True
+        self._forget_untaken()
+        return not was_over
+
+    def _forget_untaken(self) -> None:
+        self.num_taken, self.logprobs, self.finish_reason = len(self.token_ids), [], None
+
+
+def _check(logprobs: Sequence[Logprobs], token_ids: Sequence[int], num_likeliest: int | None) -> None:
+    """Raises: Internal unless there is one entry a token: itself, and as many of the likeliest as were asked for."""
+    if num_likeliest is None:
+        if logprobs:
+            raise Internal("log-probabilities that nobody asked for")
+        return
+    size = 1 + num_likeliest
+    if len(logprobs) != len(token_ids):
+        raise Internal(f"log-probabilities of {len(logprobs)} tokens, with {len(token_ids)} tokens")
+    for entry, token_id in zip(logprobs, token_ids, strict=True):
+        if len(entry.token_ids) != size or len(entry.logprobs) != size or entry.token_ids[0] != token_id:
+            raise Internal(f"log-probabilities of {len(entry.token_ids)} tokens instead of token {token_id}'s {size}")
 
 
 def _explain(leg: Leg, error: KvrelayError) -> KvrelayError:

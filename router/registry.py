@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.engine.errors import ResourceExhausted
-from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.legs import Load, Peer
 from kvrelay.router.messages import NodeFacts, Role
 
@@ -16,7 +15,7 @@ from kvrelay.router.messages import NodeFacts, Role
 class Placed:
     """What was placed on a node and its load report may not show yet."""
 
-    num_requests: int = 0
+    num_choices: int = 0
     num_tokens: int = 0
     num_blocks: int = 0
 
@@ -35,9 +34,9 @@ class Node:
     placed_before: Placed = field(default_factory=Placed)
 
     @property
-    def num_requests(self) -> int:
-        """Requests here, running or waiting."""
-        unseen = self.placed_now.num_requests + self.placed_before.num_requests
+    def num_choices(self) -> int:
+        """Choices of requests here, running or waiting."""
+        unseen = self.placed_now.num_choices + self.placed_before.num_choices
         return self.load.num_running + self.load.num_waiting + unseen
 
     @property
@@ -50,8 +49,9 @@ class Node:
         """Blocks left for a new request; below zero if more was placed than there is room for."""
         return self.load.num_free_blocks - self.placed_now.num_blocks - self.placed_before.num_blocks
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return blocks_for(num_tokens, self.facts.kv_layout.block_size)
+    def num_blocks_for(self, num_prompt_tokens: int, num_choices: int) -> int:
+        """What a request holds when its output begins: its choices share full blocks, and each has one beside."""
+        return num_prompt_tokens // self.facts.kv_layout.block_size + num_choices
 
 
 class Registry:
@@ -97,12 +97,12 @@ class Registry:
         if epoch in self._nodes:
             self._nodes[epoch].draining = True
 
-    def note_placed(self, node: Node, *, num_prompt_tokens: int, holds_tokens: int) -> None:
-        """Count a leg until the node's reports show it: tokens it must compute, tokens whose KV it must hold."""
+    def note_placed(self, node: Node, *, to_compute: int, num_prompt_tokens: int, num_choices: int) -> None:
+        """Count a leg until the node's reports show it: prompt tokens that it is to compute, and what it will hold."""
         node.num_placed += 1
-        node.placed_now.num_requests += 1
-        node.placed_now.num_tokens += num_prompt_tokens
-        node.placed_now.num_blocks += node.num_blocks_for(holds_tokens)
+        node.placed_now.num_choices += num_choices
+        node.placed_now.num_tokens += to_compute
+        node.placed_now.num_blocks += node.num_blocks_for(num_prompt_tokens, num_choices)
 
     def peers(self) -> tuple[Peer, ...]:
         """Every decode node, draining ones too: transfers to them still run."""

@@ -16,7 +16,7 @@ from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.proto import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
 from kvrelay.router import node_wire, wire
-from kvrelay.router.answer import Context, answering, ending_after
+from kvrelay.router.answer import AnswerCalls, Context, ending_after
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Dispatcher, DispatchStatistics
 from kvrelay.router.links import Links
@@ -35,23 +35,22 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """What clients call."""
+    """What clients call. Errors are answered around it (AnswerCalls)."""
 
     def __init__(self, service: InferenceService) -> None:
         self._service = service
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
-        async with answering(context):
-            service = self._service
-            with service.admission.admit():
-                raw = wire.read_request(request)
-                prepared = await service.prepare(raw, context.time_remaining())
-                async with (
-                    ending_after(service.remaining_s(prepared)),
-                    aclosing(service.generate(raw, prepared)) as outputs,
-                ):
-                    async for output in outputs:
-                        await context.write(wire.write_output(raw.request_id, output))
+        service = self._service
+        with service.admission.admit():
+            raw = wire.read_request(request)
+            prepared = await service.prepare(raw, context.time_remaining())
+            async with (
+                ending_after(service.remaining_s(prepared)),
+                aclosing(service.generate(raw, prepared)) as outputs,
+            ):
+                async for output in outputs:
+                    await context.write(wire.write_output(raw.request_id, output))
 
     async def GetModel(  # noqa: N802
         self, request: inference_pb2.GetModelRequest, context: Context
@@ -61,23 +60,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        response = inference_pb2.TokenizeResponse()
-        async with answering(context):
-            with self._service.admission.admit():
-                prompt = wire.read_prompt(request)
-                response.token_ids.extend(await self._service.tokenize(request.model, prompt))
-        return response
+        with self._service.admission.admit():
+            prompt = wire.read_prompt(request)
+            token_ids = await self._service.tokenize(request.model, prompt)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        response = inference_pb2.DetokenizeResponse()
-        async with answering(context):
-            with self._service.admission.admit():
-                response.text = await self._service.detokenize(
-                    request.model, request.token_ids, skip_special_tokens=request.skip_special_tokens
-                )
-        return response
+        with self._service.admission.admit():
+            text = await self._service.detokenize(
+                request.model, request.token_ids, skip_special_tokens=request.skip_special_tokens
+            )
+        return inference_pb2.DetokenizeResponse(text=text)
 
 
 class ClusterServicer(node_pb2_grpc.ClusterServicer):
@@ -110,7 +105,7 @@ class RouterServer:
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._changed = asyncio.Event()
-        self._server = grpc.aio.server(options=_options(config))
+        self._server = grpc.aio.server(interceptors=[AnswerCalls()], options=_options(config))
         nodes = NodesServicer(
             self.registry,
             self._links,

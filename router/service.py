@@ -18,6 +18,7 @@ from kvrelay.router.dispatch import Dispatcher
 from kvrelay.router.registry import Registry
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import Limits
+from kvrelay.router.whole import whole
 
 _INLINE_TOKENS = 4096  # decoding this many takes the event loop a few milliseconds
 
@@ -67,7 +68,8 @@ class InferenceService:
             raise DeadlineExceeded("the deadline had passed before the request came")
         return validation.make_request(
             raw,
-            await self._tokenize(raw.prompt),
+            await self._tokenize(raw.prompt, at_most=limits.max_model_len - 1),
+            await self._tokenizer.encode_bad_words(raw.sampling.bad_words),
             limits,
             key=RequestKey(f"{self._epoch}-{next(self._numbers)}", attempt=0),
             arrival=arrival,
@@ -77,7 +79,8 @@ class InferenceService:
 
     def generate(self, raw: RawRequest, request: Request) -> AsyncGenerator[Output]:
         """Run what `prepare` made. To be closed (`aclosing`), whatever happens."""
-        return self._dispatcher.generate(request, raw.trace)
+        outputs = self._dispatcher.generate(request, raw.trace)
+        return outputs if raw.stream else whole(outputs)
 
     def remaining_s(self, request: Request) -> float:
         return request.deadline - self._clock.now()
@@ -113,10 +116,10 @@ class InferenceService:
             max_model_len=self.max_model_len(),
         )
 
-    async def _tokenize(self, prompt: RawPrompt) -> Sequence[int]:
+    async def _tokenize(self, prompt: RawPrompt, *, at_most: int | None = None) -> Sequence[int]:
         if prompt.text is not None:
-            return await self._tokenizer.encode(prompt.text)
+            return await self._tokenizer.encode(prompt.text, at_most=at_most)
         if prompt.messages is not None:
-            return await self._tokenizer.encode_chat(prompt.messages)
+            return await self._tokenizer.encode_chat(prompt.messages, at_most=at_most)
         assert prompt.token_ids is not None
         return prompt.token_ids

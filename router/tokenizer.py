@@ -19,6 +19,8 @@ from kvrelay.router.chat_template import ChatTemplate, find_chat_template
 from kvrelay.router.pieces import Pieces
 
 _INLINE_CHARACTERS = 2048  # a thread's hand-over costs as much as tokenising this
+_TURN_CHARACTERS = 16  # what a template puts around a message, about
+_PROBE_CHARACTERS = 8  # a token, more than most texts have
 
 
 class Tokenizer:
@@ -38,10 +40,10 @@ class Tokenizer:
         self._bos_token_id = bos_token_id
         self._add_bos_token = add_bos_token
         self._chat_template = chat_template
-        self.pieces = Pieces(_decoder_of(library), library.id_to_token)
-        self.special_ids = frozenset(
-            token_id for token_id, token in library.get_added_tokens_decoder().items() if token.special
-        )
+        added, model = library.get_added_tokens_decoder(), library.model
+        verbatim = {token_id: token.content for token_id, token in added.items() if model.id_to_token(token_id) is None}
+        self.pieces = Pieces(_decoder_of(library), library.id_to_token, verbatim)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @classmethod
     def load(cls, info: ModelInfo) -> "Tokenizer":
@@ -64,24 +66,38 @@ class Tokenizer:
             chat_template=find_chat_template(info.path, config),
         )
 
-    async def encode(self, text: str) -> list[int]:
-        """A completion's prompt. Long texts are tokenised on a thread; the library lets go of the interpreter."""
+    async def encode(self, text: str, *, at_most: int | None = None) -> list[int]:
+        """A completion's prompt. Long texts are tokenised on a thread; the library lets go of the interpreter.
+
+        Raises: InvalidArgument for a text so long that its beginning shows it to have over `at_most` tokens; one that
+        has a few more than that comes back.
+        """
         if len(text) <= _INLINE_CHARACTERS:
             return self._encode_completion(text)
-        return await asyncio.to_thread(self._encode_completion, text)
+        return await asyncio.to_thread(self._encode_completion, text, at_most)
 
-    async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    async def encode_chat(self, messages: Sequence[ChatMessage], *, at_most: int | None = None) -> list[int]:
         """A chat's prompt: the template's text, tokenised as it stands.
 
-        Raises: InvalidArgument if the model has no template, or its template does not accept the messages.
+        Raises: InvalidArgument if the model has no template, its template does not accept the messages, or as `encode`.
         """
         if self._chat_template is None:
             raise InvalidArgument("chat", f"{len(messages)} messages", "this model has no chat template")
-        if sum(len(message.content) for message in messages) <= _INLINE_CHARACTERS:
+        if sum(len(message.content) + _TURN_CHARACTERS for message in messages) <= _INLINE_CHARACTERS:
             return self._encode_chat(self._chat_template, messages)
-        return await asyncio.to_thread(self._encode_chat, self._chat_template, messages)
+        return await asyncio.to_thread(self._encode_chat, self._chat_template, messages, at_most)
 
-    def _encode_completion(self, text: str) -> list[int]:
+    async def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that spell these words: each word as it stands and behind a space, every sequence once.
+
+        Raises: InvalidArgument for a word that becomes no tokens.
+        """
+        if sum(map(len, words)) <= _INLINE_CHARACTERS:
+            return self._encode_bad_words(words)
+        return await asyncio.to_thread(self._encode_bad_words, words)
+
+    def _encode_completion(self, text: str, at_most: int | None = None) -> list[int]:
+        self._check_length(text, at_most)
         token_ids: list[int] = self._library.encode(text, add_special_tokens=True).ids
         bos = self._bos_token_id
         if bos is None:
@@ -90,9 +106,32 @@ class Tokenizer:
             return [bos, *token_ids]
         return token_ids[1:] if token_ids[:2] == [bos, bos] else token_ids
 
-    def _encode_chat(self, template: ChatTemplate, messages: Sequence[ChatMessage]) -> list[int]:
-        token_ids: list[int] = self._library.encode(template.render(messages), add_special_tokens=False).ids
+    def _encode_chat(
+        self, template: ChatTemplate, messages: Sequence[ChatMessage], at_most: int | None = None
+    ) -> list[int]:
+        text = template.render(messages)
+        self._check_length(text, at_most)
+        token_ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
         return token_ids
+
+    def _check_length(self, text: str, at_most: int | None) -> None:
+        """Refuse a text many times too long without tokenising all of it. What follows a beginning changes its tokens
+        near its end only: one that has half as many again as are allowed decides for the whole."""
+        if at_most is None or len(text) <= 2 * _PROBE_CHARACTERS * at_most:
+            return
+        beginning = text[: _PROBE_CHARACTERS * at_most]
+        if 2 * len(self._library.encode(beginning, add_special_tokens=False).ids) > 3 * at_most:
+            raise InvalidArgument("prompt", f"more than {at_most} tokens", f"at most {at_most}")
+
+    def _encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        found: dict[tuple[int, ...], None] = {}  # a set that keeps the order
+        for i, word in enumerate(words):
+            bare = word.lstrip(" ")
+            spelled = [tuple(self._library.encode(text, add_special_tokens=False).ids) for text in (bare, f" {bare}")]
+            if not all(spelled):
+                raise InvalidArgument(f"bad_words[{i}]", word, "becomes no tokens")
+            found.update(dict.fromkeys(spelled))
+        return tuple(found)
 
 
 def _decoder_of(library: tokenizers.Tokenizer) -> dict[str, Any] | None:

@@ -2,10 +2,9 @@
 field, its value and the limit. Pure; `check_*` run before anything is tokenised, `make_request` after.
 """
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from kvrelay.engine.errors import InvalidArgument, NotFound
 from kvrelay.engine.request import Request, RequestKey, SamplingParams
@@ -14,13 +13,9 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import TraceContext
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_MAX_TRACEPARENT = 55
 _MAX_TRACESTATE = 512
-
-# Fields whose function is not there; anything but the default is refused, never ignored.
-_UNSUPPORTED = ("logprobs", "prompt_logprobs", "n")
-_UNSUPPORTED_LISTS = ("bad_words",)
-
-_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +42,8 @@ def check_request(raw: RawRequest, limits: Limits) -> None:
     """
     config = limits.config
     check_model(raw.model, limits)
-    _at_most("request_id", raw.request_id, config.max_id_length, "characters")
-    _at_most("cache_salt", raw.cache_salt, config.max_id_length, "characters")
+    _check_name("request_id", raw.request_id, config.max_id_length)
+    _check_name("cache_salt", raw.cache_salt, config.max_id_length)
     if raw.timeout_s is not None and not 0 < raw.timeout_s <= config.max_timeout_s:
         raise InvalidArgument("timeout_s", raw.timeout_s, f"must be in (0, {config.max_timeout_s:g}]")
     if raw.trace is not None:
@@ -71,14 +66,15 @@ def check_prompt(prompt: RawPrompt, limits: Limits) -> None:
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises: InvalidArgument, with the first id that is out of the vocabulary."""
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidArgument(field, token_id, f"token ids must be in [0, {vocab_size})")
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidArgument(field, wrong, f"token ids must be in [0, {vocab_size})")
 
 
 def make_request(
     raw: RawRequest,
     prompt_token_ids: Sequence[int],
+    bad_word_ids: Sequence[tuple[int, ...]],
     limits: Limits,
     *,
     key: RequestKey,
@@ -86,19 +82,21 @@ def make_request(
     deadline: float,
     draw_seed: Callable[[], int],
 ) -> Request:
-    """The validated request, after `check_request` and with its prompt tokenised.
+    """The validated request, after `check_request` and with its prompt and its bad words tokenised.
 
-    Raises: InvalidArgument for what depends on the number of tokens.
+    Raises: InvalidArgument for what depends on the tokens.
     """
+    check_token_ids("prompt", prompt_token_ids, limits.vocab_size)  # a tokenizer may know more than the model
+    check_token_ids("bad_words", [token_id for word in bad_word_ids for token_id in word], limits.vocab_size)
     max_tokens = _resolve_max_tokens(raw.sampling.max_tokens, len(prompt_token_ids), limits)
     min_tokens = raw.sampling.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidArgument("min_tokens", min_tokens, f"must not be above max_tokens, {max_tokens}")
-    seed = raw.sampling.seed
+    seed = draw_seed() if raw.sampling.seed is None else raw.sampling.seed
     return Request(
         key=key,
         prompt_token_ids=tuple(prompt_token_ids),
-        sampling=_make_sampling(raw.sampling, max_tokens, draw_seed() if seed is None else seed, limits.vocab_size),
+        sampling=_make_sampling(raw.sampling, max_tokens, seed, tuple(bad_word_ids), limits.vocab_size),
         priority=raw.priority,
         arrival=arrival,
         deadline=deadline,
@@ -111,7 +109,7 @@ def make_request(
 
 def _check_text_size(field: str, texts: Sequence[str], limits: Limits) -> None:
     max_bytes = limits.config.max_text_bytes
-    num_bytes = sum(len(text.encode()) for text in texts)
+    num_bytes = sum(_num_bytes(field, text) for text in texts)
     if num_bytes > max_bytes:
         raise InvalidArgument(field, f"{num_bytes} bytes", f"at most {max_bytes}")
 
@@ -126,8 +124,7 @@ def _check_messages(messages: Sequence[ChatMessage], limits: Limits) -> None:
         raise InvalidArgument("chat.messages", [], "must not be empty")
     _at_most("chat.messages", messages, limits.config.max_messages, "messages")
     for i, message in enumerate(messages):
-        if not message.role:
-            raise InvalidArgument(f"chat.messages[{i}].role", message.role, "must not be empty")
+        _check_item(f"chat.messages[{i}].role", message.role, limits.config.max_role_length)
     _check_text_size("chat.messages", [text for turn in messages for text in (turn.role, turn.content)], limits)
 
 
@@ -160,13 +157,12 @@ def _resolve_max_tokens(max_tokens: int | None, num_prompt_tokens: int, limits: 
 
 
 def _check_sampling(raw: RawSampling, limits: Limits) -> None:
-    _check_unsupported(raw)
     config = limits.config
-    _at_most("stop", raw.stop, config.max_stop_strings, "strings")
-    for i, stop in enumerate(raw.stop):
-        if not stop:
-            raise InvalidArgument(f"stop[{i}]", stop, "must not be empty")
-        _at_most(f"stop[{i}]", stop, config.max_stop_length, "characters")
+    _between("n", raw.n, 1, config.max_choices)
+    for name in ("logprobs", "prompt_logprobs"):
+        _between(name, getattr(raw, name), 0, min(config.max_logprobs, limits.vocab_size))
+    _check_items("stop", raw.stop, config.max_stop_strings, config.max_stop_length)
+    _check_items("bad_words", raw.bad_words, config.max_bad_words, config.max_bad_word_length)
     _at_most("stop_token_ids", raw.stop_token_ids, config.max_stop_token_ids, "ids")
     check_token_ids("stop_token_ids", raw.stop_token_ids, limits.vocab_size)
     _at_least("max_tokens", raw.max_tokens, 1)
@@ -181,8 +177,7 @@ def _check_sampling(raw: RawSampling, limits: Limits) -> None:
     _within("frequency_penalty", raw.frequency_penalty, -2.0, 2.0)
     _within("repetition_penalty", raw.repetition_penalty, 0.0, 100.0, open_low=True)
     _check_logit_bias(raw.logit_bias, limits)
-    if raw.seed is not None and not 0 <= raw.seed < 2**64:
-        raise InvalidArgument("seed", raw.seed, "must be in [0, 2^64)")
+    _between("seed", raw.seed, 0, 2**64 - 1)
 
 
 def _check_logit_bias(logit_bias: Mapping[int, float], limits: Limits) -> None:
@@ -193,17 +188,9 @@ def _check_logit_bias(logit_bias: Mapping[int, float], limits: Limits) -> None:
         _within(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
 
 
-def _check_unsupported(raw: RawSampling) -> None:
-    for name in _UNSUPPORTED:
-        value = getattr(raw, name)
-        if value is not None and value != _DEFAULTS[name]:
-            raise InvalidArgument(name, value, f"not supported; only the default, {_DEFAULTS[name]}")
-    for name in _UNSUPPORTED_LISTS:
-        if num_entries := len(getattr(raw, name)):
-            raise InvalidArgument(name, f"{num_entries} entries", "not supported; must be empty")
-
-
-def _make_sampling(raw: RawSampling, max_tokens: int, seed: int, vocab_size: int) -> SamplingParams:
+def _make_sampling(
+    raw: RawSampling, max_tokens: int, seed: int, bad_word_ids: tuple[tuple[int, ...], ...], vocab_size: int
+) -> SamplingParams:
     top_k = raw.top_k or 0
     given = {
         "min_tokens": raw.min_tokens,
@@ -219,10 +206,13 @@ def _make_sampling(raw: RawSampling, max_tokens: int, seed: int, vocab_size: int
         "stop_token_ids": tuple(raw.stop_token_ids),
         "include_stop_str_in_output": raw.include_stop_str_in_output,
         "ignore_eos": raw.ignore_eos,
+        "logprobs": raw.logprobs,
+        "prompt_logprobs": raw.prompt_logprobs,
+        "n": raw.n,
         "skip_special_tokens": raw.skip_special_tokens,
     }
     kept = {name: value for name, value in given.items() if value is not None}
-    return SamplingParams(max_tokens=max_tokens, seed=seed, **kept)  # type: ignore[arg-type]
+    return SamplingParams(max_tokens=max_tokens, seed=seed, bad_word_ids=bad_word_ids, **kept)  # type: ignore[arg-type]
 
 
 # --- shared -------------------------------------------------------------------------------------------------------
@@ -238,14 +228,45 @@ def _at_least(field: str, value: int | None, least: int) -> None:
         raise InvalidArgument(field, value, f"must be at least {least}")
 
 
+def _between(field: str, value: int | None, least: int, most: int) -> None:
+    if value is not None and not least <= value <= most:
+        raise InvalidArgument(field, value, f"must be in [{least}, {most}]")
+
+
 def _within(field: str, value: float | None, low: float, high: float, *, open_low: bool = False) -> None:
-    if value is None:
-        return
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+    """NaN is within nothing."""
+    if value is not None and (not low <= value <= high or (open_low and value == low)):
         raise InvalidArgument(field, value, f"must be in {'(' if open_low else '['}{low:g}, {high:g}]")
 
 
+def _num_bytes(field: str, text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidArgument(field, f"{len(text)} characters", "must be UTF-8; a surrogate stands alone") from None
+
+
+def _check_item(field: str, text: str, max_length: int) -> None:
+    _at_most(field, text, max_length, "characters")
+    if not _num_bytes(field, text):
+        raise InvalidArgument(field, text, "must not be empty")
+
+
+def _check_items(field: str, texts: Sequence[str], max_items: int, max_length: int) -> None:
+    _at_most(field, texts, max_items, "strings")
+    for i, text in enumerate(texts):
+        _check_item(f"{field}[{i}]", text, max_length)
+
+
+def _check_name(field: str, name: str, max_length: int) -> None:
+    _at_most(field, name, max_length, "characters")
+    _num_bytes(field, name)
+    if _CONTROL.search(name):
+        raise InvalidArgument(field, name, "must not hold control characters")
+
+
 def _check_trace(trace: TraceContext) -> None:
+    _at_most("trace.traceparent", trace.traceparent, _MAX_TRACEPARENT, "characters")
     if not _TRACEPARENT.fullmatch(trace.traceparent):
         raise InvalidArgument("trace.traceparent", trace.traceparent, "expected 00-<32 hex digits>-<16>-<2>")
     _at_most("trace.tracestate", trace.tracestate, _MAX_TRACESTATE, "characters")

@@ -1,6 +1,10 @@
 """Protobuf to the router's own types and back, on the clients' side. Generated classes travel no further in."""
 
+from collections.abc import Sequence
+from typing import overload
+
 from kvrelay.engine.model_info import ModelInfo
+from kvrelay.engine.request import Logprobs
 from kvrelay.proto import inference_pb2 as pb
 from kvrelay.router.api import ChatMessage, Handoff, Output, RawPrompt, RawRequest, RawSampling, Timings, Usage
 from kvrelay.router.messages import TraceContext
@@ -36,6 +40,7 @@ def read_request(message: pb.GenerateRequest) -> RawRequest:
         timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
         cache_salt=message.cache_salt,
         trace=TraceContext(message.trace.traceparent, message.trace.tracestate) if message.HasField("trace") else None,
+        stream=message.stream if message.HasField("stream") else True,
     )
 
 
@@ -45,11 +50,32 @@ def read_prompt(message: pb.GenerateRequest | pb.TokenizeRequest) -> RawPrompt:
         case "text":
             return RawPrompt(text=message.text)
         case "chat":
-            return RawPrompt(messages=[ChatMessage(turn.role, turn.content) for turn in message.chat.messages])
+            return RawPrompt(messages=_Messages(message.chat))
         case "token_ids" if isinstance(message, pb.GenerateRequest):
             return RawPrompt(token_ids=message.token_ids.ids)
         case _:
             return RawPrompt()
+
+
+class _Messages(Sequence[ChatMessage]):
+    """A chat's messages, each made when it is looked at: a small body can hold millions."""
+
+    def __init__(self, chat: pb.ChatPrompt) -> None:
+        self._turns = chat.messages
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @overload
+    def __getitem__(self, index: int) -> ChatMessage: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ChatMessage]: ...
+
+    def __getitem__(self, index: int | slice) -> ChatMessage | Sequence[ChatMessage]:
+        if isinstance(index, slice):
+            return [ChatMessage(turn.role, turn.content) for turn in self._turns[index]]
+        return ChatMessage(self._turns[index].role, self._turns[index].content)
 
 
 def _read_sampling(message: pb.SamplingParams) -> RawSampling:
@@ -71,6 +97,9 @@ def write_output(request_id: str, output: Output) -> pb.GenerateResponse:
         text=output.text,
         token_ids=output.token_ids,
         first_token_index=output.first_token_index,
+        logprobs=map(_write_logprobs, output.logprobs),
+        prompt_logprobs=map(_write_logprobs, output.prompt_logprobs),
+        first_prompt_index=output.first_prompt_index,
     )
     if output.finish_reason is not None:
         message.finish_reason = output.finish_reason
@@ -91,6 +120,10 @@ def write_model(info: ModelInfo, max_model_len: int) -> pb.GetModelResponse:
         eos_token_ids=info.eos_token_ids,
         bos_token_id=info.bos_token_id,
     )
+
+
+def _write_logprobs(logprobs: Logprobs) -> pb.Logprobs:
+    return pb.Logprobs(token_ids=logprobs.token_ids, logprobs=logprobs.logprobs)
 
 
 def _write_usage(usage: Usage) -> pb.Usage:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from support.fake_node import DECODE, FakeNode, delta
+from support.fake_node import DECODE, FakeNode, delta, prompt_deltas
 from support.router_harness import Harness, running_router, wait_until
-from support.tiny_tokenizers import write_model_folder
+from support.tiny_tokenizers import byte_level, write_model_folder
 
 from kvrelay.proto import inference_pb2 as pb, inference_pb2_grpc, node_pb2
 
@@ -27,31 +27,44 @@ async def bring_to(moment: str, prefill: FakeNode, on_p: node_pb2.Start, decode:
         case "started":
             return 0
         case "first token":
-            await prefill.say(delta(on_p, [70]))
+            await prefill.say(*prompt_deltas(on_p), delta(on_p, [70]))
             return 1
         case "decoding":
-            await prefill.say(delta(on_p, [70], ended=True))
+            await prefill.say(*prompt_deltas(on_p), delta(on_p, [70], ended=True))
             await decode.say(delta(on_d, [70, 71, 72]))
             return 3
         case _:
             await decode.say(delta(on_d, [70]))
-            return 1
+            return 0 if on_d.sampling.HasField("prompt_logprobs") else 1  # held back until those are there
 
 
+async def wait_heard(router: Harness, node: FakeNode) -> None:
+    """Until the router has taken in all that this node has said."""
+    await node.say_load(num_free_blocks=999, sessions=node.load.sessions)
+    known = {known.facts.epoch: known for known in router.server.registry}
+    await wait_until(lambda: known[node.epoch].load.num_free_blocks == 999)
+
+
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("way", ["cancel", "disconnect", "deadline", "timeout_s"])
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_a_client_that_leaves_at_any_moment_ends_both_legs(router: Harness, moment: str, way: str) -> None:
-    """B07, D02."""
+async def test_a_client_that_leaves_at_any_moment_ends_both_legs(
+    router: Harness, moment: str, way: str, stream: bool
+) -> None:
+    """B07, D02: streamed or not."""
     prefill, decode = await router.pair()
     channel = grpc.aio.insecure_channel(router.address)
-    request = pb.GenerateRequest(text="Where is Rome?", sampling=pb.SamplingParams(max_tokens=20))
+    sampling = pb.SamplingParams(max_tokens=20, n=2, prompt_logprobs=1)
+    request = pb.GenerateRequest(text="Where is Rome?", sampling=sampling, stream=stream)
     if way == "timeout_s":
         request.timeout_s = 0.3
     call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=0.3 if way == "deadline" else 20)
     on_p, on_d = await prefill.next_start(), await decode.next_start()
     num_tokens = await bring_to(moment, prefill, on_p, decode, on_d)
+    for node in (prefill, decode):
+        await wait_heard(router, node)
     got = 0
-    while got < num_tokens:
+    while stream and got < num_tokens:
         got += len((await call.read()).token_ids)
     if way == "cancel":
         call.cancel()
@@ -64,7 +77,26 @@ async def test_a_client_that_leaves_at_any_moment_ends_both_legs(router: Harness
         assert (await prefill.next_cancel()).request_id == on_p.request_id
     await router.assert_idle()
     assert prefill.cancels.empty()
+    assert router.server.statistics().num_left == 1
     await channel.close()
+
+
+async def test_a_client_that_leaves_when_some_choices_have_ended_ends_the_others(router: Harness) -> None:
+    """B07: one has ended by itself, one by its stop string."""
+    decode = await router.node(DECODE, "D")
+    z = byte_level().token_to_id("z")
+    call = router.call(sampling={"max_tokens": 9, "n": 3, "stop": ["z"]})
+    start = await decode.next_start()
+    await decode.say(
+        delta(start, [70], finish="stop"), delta(start, [71, z], choice=1), delta(start, [72, 73], choice=2)
+    )
+    for _ in range(3):
+        await call.read()
+    assert (await decode.next_cancel()).choice == 1
+    call.cancel()
+    assert not (await decode.next_cancel()).HasField("choice")
+    await router.assert_idle()
+    assert router.server.statistics().num_left == 1
 
 
 async def test_a_client_that_reads_nothing_is_ended_by_its_deadline(router: Harness) -> None:

@@ -160,6 +160,22 @@ async def test_a_message_out_of_place_ends_the_stream(router: Harness) -> None:
     await wait_until(lambda: not list(router.server.registry))
 
 
+async def test_bytes_that_are_no_message_end_a_stream_before_and_after_it_has_registered(router: Harness) -> None:
+    """E02, D09: by a status that says so; what runs on the node fails, and the router goes on."""
+    stranger = router.channel.stream_stream("/kvrelay.v1.Nodes/Connect")()
+    await stranger.read()
+    await stranger.write(b"\xff\xff")
+    assert await stranger.code() is grpc.StatusCode.INVALID_ARGUMENT
+    node = await join(router, DECODE, "D")
+    task = asyncio.create_task(router.generate())
+    await node.next_start()
+    await node.write_bytes(b"\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError, match="cannot be read") as caught:
+        await task
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await asyncio.wait_for(node.ended.wait(), 10)
+
+
 async def test_a_draining_node_finishes_what_it_has_and_gets_nothing(router: Harness) -> None:
     busy = await join(router, DECODE, "E")
     await busy.say_load(num_running=9)
@@ -199,6 +215,12 @@ async def test_health_says_whether_requests_can_be_placed(router: Harness) -> No
     other.die()
     assert await next_status() == not_serving
     watch.cancel()
+
+
+async def test_health_of_an_unknown_service_is_not_found(router: Harness) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health(router, "kvrelay.v1.Nothing")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_the_cluster_is_shown_as_the_router_sees_it(router: Harness) -> None:

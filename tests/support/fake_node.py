@@ -6,7 +6,8 @@ It never speaks by itself but to register and to keep its lease; a test waits fo
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -14,7 +15,7 @@ import grpc
 from kvrelay import __version__
 from kvrelay.engine import secret
 from kvrelay.engine.model_info import ModelInfo
-from kvrelay.proto import node_pb2, node_pb2_grpc
+from kvrelay.proto import inference_pb2, node_pb2
 
 PREFILL, DECODE = node_pb2.ROLE_PREFILL, node_pb2.ROLE_DECODE
 HEARTBEAT_S = 1.0
@@ -104,32 +105,30 @@ class FakeNode:
         await self.write(node_pb2.NodeMessage(draining=node_pb2.Draining()))
 
     async def write(self, message: node_pb2.NodeMessage) -> None:
+        await self.write_bytes(message.SerializeToString())
+
+    async def write_bytes(self, message: bytes) -> None:
         async with self._writing:
             await self._stream.write(message)
 
-    async def serve(self, output_of: Callable[[node_pb2.Start], Sequence[int]], *, per_step: int = 1) -> None:
-        """Answer every start as a node would: a prefill leg with the first token, others with all of them, `per_step`
-        at a time, in steps that carry every running request's tokens. Until cancelled."""
-        running: dict[str, tuple[node_pb2.Start, int]] = {}
+    async def serve(self, output_of: Callable[[node_pb2.Start, int], Sequence[int]], *, per_step: int = 1) -> None:
+        """Answer every start as a node would, each choice with the output that the table has for it: a prefill leg with
+        the first tokens, others with all of them, `per_step` at a time, in steps that carry every running request's.
+        Log-probabilities are `logprobs_of`'s. Until cancelled."""
+        running: dict[str, _Leg] = {}
         while True:
             while not running or not self.starts.empty():
                 start = await self.starts.get()
-                running[start.request_id] = (start, 0)
+                outputs = {choice: output_of(start, choice) for choice in range(start.sampling.n)}
+                running[start.request_id] = _Leg(start, outputs)
             while not self.cancels.empty():
-                running.pop(self.cancels.get_nowait().request_id, None)
-            deltas = []
-            for start, num_said in list(running.values()):
-                tokens = output_of(start)
-                end = 1 if start.leg == node_pb2.Start.LEG_PREFILL else min(len(tokens), num_said + per_step)
-                finished = end == len(tokens)
-                ended = finished or start.leg == node_pb2.Start.LEG_PREFILL
-                deltas.append(
-                    delta(start, tokens[num_said:end], first=num_said, finish="length" if finished else "", ended=ended)
-                )
-                running[start.request_id] = (start, end)
-                if ended:
-                    del running[start.request_id]
-            await self.say(*deltas)
+                cancel = self.cancels.get_nowait()
+                if cancel.request_id in running and cancel.HasField("choice"):
+                    running[cancel.request_id].outputs.pop(cancel.choice, None)
+                else:
+                    running.pop(cancel.request_id, None)
+            await self.say(*(said for leg in running.values() for said in leg.step(per_step)))
+            running = {request_id: leg for request_id, leg in running.items() if leg.outputs}
 
     def die(self) -> None:
         """Cut the stream without a word."""
@@ -138,7 +137,9 @@ class FakeNode:
     # --- the stream
 
     async def _register(self, channel: grpc.aio.Channel) -> None:
-        self._stream = node_pb2_grpc.NodesStub(channel).Connect()
+        self._stream = channel.stream_stream(
+            "/kvrelay.v1.Nodes/Connect", response_deserializer=node_pb2.RouterMessage.FromString
+        )()
         challenge = (await self._read()).challenge
         nonce = secret.new_nonce()
         said = (challenge.nonce, nonce, self.epoch.encode())
@@ -150,7 +151,7 @@ class FakeNode:
             proof=secret.prove(self._secret, "node", *said),
             **self._registration,
         )
-        await self._stream.write(node_pb2.NodeMessage(register=self.registered_with))
+        await self.write(node_pb2.NodeMessage(register=self.registered_with))
         registered = (await self._read()).registered
         assert secret.verify(self._secret, registered.proof, "router", *said)
 
@@ -186,6 +187,55 @@ class FakeNode:
                 await asyncio.sleep(HEARTBEAT_S)
 
 
+@dataclass
+class _Leg:
+    """One request that a fake node serves, and what is left of its choices' outputs."""
+
+    start: node_pb2.Start
+    outputs: dict[int, Sequence[int]]
+    num_said: int = 0
+
+    def step(self, per_step: int) -> Iterator[node_pb2.Delta]:
+        """The next tokens of every choice, and behind them the leg's end, if it is that."""
+        start, is_prefill = self.start, self.start.leg == node_pb2.Start.LEG_PREFILL
+        if self.num_said == 0 and start.leg != node_pb2.Start.LEG_DECODE:
+            yield from prompt_deltas(start)
+        end = 1 if is_prefill else self.num_said + per_step
+        for choice, tokens in list(self.outputs.items()):
+            finish = "length" if end >= len(tokens) else ""
+            yield delta(start, tokens[self.num_said : end], first=self.num_said, choice=choice, finish=finish)
+            if finish or is_prefill:
+                del self.outputs[choice]
+        self.num_said = end
+        if not self.outputs:
+            yield delta(start, ended=True)
+
+
+def logprobs_of(token_ids: Sequence[int], num_likeliest: int) -> list[inference_pb2.Logprobs]:
+    """Log-probabilities as fake nodes have them, exact in float32: a token's own, and those of the lowest ids."""
+    return [
+        inference_pb2.Logprobs(
+            token_ids=[token_id, *range(num_likeliest)], logprobs=[-token_id / 8 - i for i in range(1 + num_likeliest)]
+        )
+        for token_id in token_ids
+    ]
+
+
+def prompt_deltas(start: node_pb2.Start) -> list[node_pb2.Delta]:
+    """The prompt's log-probabilities where `start` asks for them, in two pieces."""
+    if not start.sampling.HasField("prompt_logprobs"):
+        return []
+    entries = [
+        inference_pb2.Logprobs(),
+        *logprobs_of(start.prompt_token_ids[1:], start.sampling.prompt_logprobs),
+    ]
+    half = len(entries) // 2
+    return [
+        delta(start, prompt_logprobs=entries[:half]),
+        delta(start, prompt_logprobs=entries[half:], first_prompt_index=half),
+    ]
+
+
 def delta(
     start: node_pb2.Start,
     tokens: Sequence[int] = (),
@@ -195,12 +245,14 @@ def delta(
     ended: bool = False,
     **more: Any,
 ) -> node_pb2.Delta:
-    """A node's word on the leg that `start` began."""
+    """A node's word on the leg that `start` began, with log-probabilities where it asks for them."""
+    asked = start.sampling.HasField("logprobs")
     return node_pb2.Delta(
         request_id=start.request_id,
         attempt=start.attempt,
         first_token_index=first,
         token_ids=tokens,
+        logprobs=logprobs_of(tokens, start.sampling.logprobs) if asked else [],
         finish_reason=finish,
         ended=ended,
         **more,

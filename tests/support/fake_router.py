@@ -1,4 +1,7 @@
-"""A router's gRPC without nodes behind it: echoes each prompt word by word, and keeps what it was asked."""
+"""A router's gRPC without nodes behind it: echoes each prompt word by word, and keeps what it was asked.
+
+Several choices echo in turn; every token is as likely as the next.
+"""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -26,8 +29,23 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, node_pb2_grpc.ClusterServ
         prompt = request.text or request.chat.messages[0].content
         if prompt.startswith(FAIL):
             await context.abort(grpc.StatusCode[prompt.removeprefix(FAIL)], "as asked")
-        for index, word in enumerate(prompt.split()):
-            yield inference_pb2.GenerateResponse(text=f"{word} ", token_ids=[index], first_token_index=index)
+        sampling, words = request.sampling, prompt.split()
+        if sampling.HasField("prompt_logprobs"):
+            known = [inference_pb2.Logprobs(), inference_pb2.Logprobs(token_ids=[3], logprobs=[-0.5])]
+            yield inference_pb2.GenerateResponse(prompt_logprobs=known)
+        for index, word in enumerate(words):
+            for choice in range(sampling.n or 1):
+                yield inference_pb2.GenerateResponse(
+                    choice=choice,
+                    text=f"{word} ",
+                    token_ids=[index],
+                    first_token_index=index,
+                    logprobs=[inference_pb2.Logprobs(token_ids=[index, 9], logprobs=[-1.5, -0.25])]
+                    if sampling.HasField("logprobs")
+                    else [],
+                )
+        for choice in range(1, sampling.n):
+            yield inference_pb2.GenerateResponse(choice=choice, text=f"end {choice}", finish_reason="length")
         yield inference_pb2.GenerateResponse(
             text="end",
             finish_reason="stop",

@@ -30,15 +30,43 @@ class Answer:
 
     responses: list[pb.GenerateResponse] = field(default_factory=list)
 
+    def of(self, choice: int) -> "Answer":
+        """One choice's share."""
+        return Answer([response for response in self.responses if response.choice == choice])
+
     @property
     def text(self) -> str:
         return "".join(response.text for response in self.responses)
 
     @property
     def token_ids(self) -> list[int]:
+        """Of the only choice: in order, each once."""
         for i, response in enumerate(self.responses):
             assert response.first_token_index == sum(len(r.token_ids) for r in self.responses[:i])
         return [token_id for response in self.responses for token_id in response.token_ids]
+
+    @property
+    def logprobs(self) -> list[pb.Logprobs]:
+        return [entry for response in self.responses for entry in response.logprobs]
+
+    @property
+    def prompt_logprobs(self) -> list[pb.Logprobs]:
+        """In order, each once, and none behind the first token."""
+        found: list[pb.Logprobs] = []
+        for i, response in enumerate(self.responses):
+            if response.prompt_logprobs:
+                assert response.first_prompt_index == len(found)
+                assert not any(r.token_ids or r.finish_reason for r in self.responses[:i])
+                found.extend(response.prompt_logprobs)
+        return found
+
+    @property
+    def finish_reasons(self) -> dict[int, str]:
+        """By choice, each on its last response; what the request took is on the very last one, and nowhere else."""
+        assert [response.HasField("usage") for response in self.responses] == [False] * (len(self.responses) - 1) + [
+            True
+        ]
+        return {choice: self.of(choice).last.finish_reason for choice in {r.choice for r in self.responses}}
 
     @property
     def last(self) -> pb.GenerateResponse:

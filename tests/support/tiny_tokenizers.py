@@ -1,4 +1,4 @@
-"""Tiny tokenizers of both kinds in use, and model folders around them that a router can read. No weights."""
+"""Tiny tokenizers of every kind in use, and model folders around them that a router can read. No weights."""
 
 import json
 from functools import cache
@@ -59,6 +59,93 @@ def byte_fallback() -> tokenizers.Tokenizer:
     )
     tokenizer.add_special_tokens(["<unk>", BOS, EOS])
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    return tokenizer
+
+
+@cache
+def byte_level_with_added() -> tokenizers.Tokenizer:
+    """Byte-level BPE with tokens added in every way, some with letters that the vocabulary's alphabet has too."""
+    tokenizer = byte_level().from_str(byte_level().to_str())
+    tokenizer.add_tokens(
+        [
+            AddedToken("café", normalized=True),
+            AddedToken("đem", normalized=False),
+            AddedToken("ñ語", single_word=True),
+            AddedToken("<left>", lstrip=True),
+            AddedToken("<right>", rstrip=True),
+        ]
+    )
+    tokenizer.add_special_tokens(["<|im_end|>", "<\uff5cfin▁de▁fête\uff5c>"])
+    tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
+    return tokenizer
+
+
+@cache
+def gemma_like() -> tokenizers.Tokenizer:
+    """Sentencepiece-like BPE with byte fallback whose texts begin without a space, as Gemma has it; no BOS."""
+    tokenizer = byte_fallback().from_str(byte_fallback().to_str())
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A")
+    tokenizer.add_tokens([AddedToken("▁▁", normalized=False), AddedToken("<unused0>", normalized=False)])
+    return tokenizer
+
+
+@cache
+def unigram() -> tokenizers.Tokenizer:
+    """Sentencepiece-like unigram without byte fallback, as XGLM has it. Ids 1 and 2 are BOS and EOS."""
+    characters = sorted(set("".join(CORPUS)) - {" "})
+    words = ["▁", "▁the", "▁Paris", "▁is", "is", "▁▁", "a▁", "é語"]
+    scores = [("<unk>", 0.0), (BOS, 0.0), (EOS, 0.0), *((text, -2.0) for text in words)]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(scores + [(text, -5.0) for text in characters], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer.add_special_tokens(["<unk>", BOS, EOS])
+    tokenizer.add_tokens([AddedToken("new▁word", normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
+    return tokenizer
+
+
+@cache
+def word_piece() -> tokenizers.Tokenizer:
+    """WordPiece with its clean-up, as the GPT-2s with BERT's vocabulary have it."""
+    words = [
+        "the",
+        "Paris",
+        "isn",
+        "'",
+        "t",
+        "s",
+        "语",
+        "é",
+        "##é",
+        "##s",
+        "##is",
+        "##",
+        ".",
+        ",",
+        "?",
+        "!",
+        "n't",
+        "'s",
+    ]
+    tokens = ["[UNK]", BOS, EOS, *words, "##'re", "##n't"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    tokenizer.add_special_tokens(["[UNK]", BOS, EOS])
+    tokenizer.add_tokens(["do not", "it ' s", "a ##b ."])
+    return tokenizer
+
+
+@cache
+def word_level() -> tokenizers.Tokenizer:
+    """Words and no decoder: the text is the tokens with spaces between them."""
+    words = ["[UNK]", BOS, EOS, "the", "Paris", "é", "😀", "."]
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["[UNK]", BOS, EOS])
     return tokenizer
 
 

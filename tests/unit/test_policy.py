@@ -59,6 +59,13 @@ def test_a_decode_node_with_room_comes_before_a_smaller_batch_without() -> None:
     assert chosen(decode("just", num_free_blocks=3), decode("d", num_running=9)) == (None, "just")
 
 
+def test_room_is_for_every_choice_of_a_request() -> None:
+    four = RequestFacts(num_prompt_tokens=40, max_tokens=8, num_choices=4)
+    nodes = (decode("tight", num_free_blocks=5), decode("d", num_free_blocks=6, num_running=9))
+    assert chosen(*nodes, request=four) == (None, "d")
+    assert chosen(*nodes) == (None, "tight")
+
+
 def test_among_decode_nodes_with_room_the_smaller_batch_then_the_more_room_counts() -> None:
     assert chosen(decode("a", num_running=3), decode("b", num_running=1, num_waiting=1)) == (None, "b")
     assert chosen(decode("a", num_free_blocks=50), decode("b", num_free_blocks=60)) == (None, "b")
@@ -102,8 +109,8 @@ def test_a_burst_between_two_reports_spreads_over_equal_nodes() -> None:
     for _ in range(20):
         placement = place(nodes, REQUEST)
         assert placement.prefill is not None
-        registry.note_placed(placement.prefill, num_prompt_tokens=40, holds_tokens=41)
-        registry.note_placed(placement.decode, num_prompt_tokens=0, holds_tokens=41)
+        registry.note_placed(placement.prefill, to_compute=40, num_prompt_tokens=40, num_choices=1)
+        registry.note_placed(placement.decode, to_compute=0, num_prompt_tokens=40, num_choices=1)
         placed.append((placement.prefill.facts.epoch, placement.decode.facts.epoch))
     for i, names in enumerate(("pq", "ab")):
         assert [sum(pair[i] == name for pair in placed) for name in names] == [10, 10]

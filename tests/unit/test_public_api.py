@@ -4,6 +4,7 @@ from kvrelay.proto import inference_pb2
 
 GENERATE = {
     "request_id", "model", "text", "token_ids", "chat", "sampling", "priority", "timeout_s", "cache_salt", "trace",
+    "stream",
 }  # fmt: skip
 SAMPLING = {
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",

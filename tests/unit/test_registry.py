@@ -40,7 +40,7 @@ def test_a_node_that_comes_back_under_a_new_epoch_replaces_its_old_life() -> Non
     registry.remove("old")  # its stream ends later
     registry.report("old", Load(num_running=9))
     registry.drain("old")
-    assert only(registry).num_requests == 0
+    assert only(registry).num_choices == 0
     assert registry.can_serve()
 
 
@@ -64,13 +64,27 @@ def test_what_was_placed_counts_until_the_second_report_after_it() -> None:
     registry = Registry(max_nodes=1)
     registry.add(facts(Role.DECODE, "d"))
     node = only(registry)
-    assert (node.num_requests, node.num_waiting_tokens, node.num_free_blocks) == (0, 0, 100)
-    registry.note_placed(node, num_prompt_tokens=40, holds_tokens=33)
-    assert (node.num_requests, node.num_waiting_tokens, node.num_free_blocks) == (1, 40, 97)
+    assert (node.num_choices, node.num_waiting_tokens, node.num_free_blocks) == (0, 0, 100)
+    registry.note_placed(node, to_compute=40, num_prompt_tokens=40, num_choices=1)
+    assert (node.num_choices, node.num_waiting_tokens, node.num_free_blocks) == (1, 40, 97)
     registry.report("d", Load(num_free_blocks=50, num_running=2, num_waiting=1, num_waiting_tokens=7))
-    assert (node.num_requests, node.num_waiting_tokens, node.num_free_blocks) == (4, 47, 47)
+    assert (node.num_choices, node.num_waiting_tokens, node.num_free_blocks) == (4, 47, 47)
     registry.report("d", Load(num_free_blocks=50, num_running=2, num_waiting=1, num_waiting_tokens=7))
-    assert (node.num_requests, node.num_waiting_tokens, node.num_free_blocks) == (3, 7, 50)
+    assert (node.num_choices, node.num_waiting_tokens, node.num_free_blocks) == (3, 7, 50)
+    assert node.num_placed == 1
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_choices", "num_blocks"), [(1, 1, 1), (16, 1, 2), (31, 3, 4), (32, 3, 5)]
+)
+def test_choices_share_the_prompts_full_blocks_and_have_one_block_each(
+    num_prompt_tokens: int, num_choices: int, num_blocks: int
+) -> None:
+    registry = Registry(max_nodes=1)
+    registry.add(facts(Role.DECODE, "d"))
+    node = only(registry)
+    registry.note_placed(node, to_compute=0, num_prompt_tokens=num_prompt_tokens, num_choices=num_choices)
+    assert (node.num_choices, node.num_waiting_tokens, node.num_free_blocks) == (num_choices, 0, 100 - num_blocks)
     assert node.num_placed == 1
 
 
