@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvrelay.engine.errors import KvrelayError, RemoteError, Unavailable
+from kvrelay.engine.request import Logprobs
 from kvrelay.proto import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
 
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -57,10 +58,14 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The next part of an answer; the last one has a finish reason and says what the whole took."""
+    """The next part of one choice of an answer. A choice's last has a finish reason; the answer's last says what
+    the whole took. Log-probabilities of the prompt, where asked for, come before the first token."""
 
-    text: str
-    token_ids: tuple[int, ...]
+    choice: int = 0
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
     finish_reason: str = ""
     usage: Usage | None = None
     timings: Timings | None = None
@@ -158,13 +163,20 @@ class RouterClient:
 
 def _read_piece(message: inference_pb2.GenerateResponse) -> Piece:
     return Piece(
+        choice=message.choice,
         text=message.text,
         token_ids=tuple(message.token_ids),
+        logprobs=tuple(map(_read_logprobs, message.logprobs)),
+        prompt_logprobs=tuple(map(_read_logprobs, message.prompt_logprobs)),
         finish_reason=message.finish_reason,
         usage=_read(Usage, message.usage) if message.HasField("usage") else None,
         timings=_read(Timings, message.timings) if message.HasField("timings") else None,
         handoff=_read(Handoff, message.handoff) if message.HasField("handoff") else None,
     )
+
+
+def _read_logprobs(message: inference_pb2.Logprobs) -> Logprobs:
+    return Logprobs(tuple(message.token_ids), tuple(message.logprobs))
 
 
 View = TypeVar("View", Usage, Timings, Handoff)

@@ -90,12 +90,20 @@ class GenerateConfig:
     """Token that ends an answer; may be given several times."""
     ignore_eos: bool = False
     """Go on after the model's end of text."""
+    bad_words: UseAppendAction[tuple[str, ...]] = ()
+    """Word that shall not be in an answer; may be given several times."""
+    n: int = 1
+    """Answers to each prompt; with a temperature they differ. The first is shown as it comes, the others behind it."""
+    logprobs: int | None = None
+    """With --json: show each token's log-probability, and those of this many likeliest tokens in its place."""
+    prompt_logprobs: int | None = None
+    """With --json: the same for the prompt's tokens."""
     priority: int = 0
     """Lower runs first."""
     timeout_s: float | None = None
     """Time limit of each answer."""
     json: bool = False
-    """Print one JSON object a line and prompt: text, token_ids, finish_reason, usage, timings, handoff."""
+    """Print one JSON object a line and answer: text, token_ids, finish_reason, usage, timings, handoff."""
     timings: bool = False
     """Show on standard error where each answer's time went."""
 
@@ -106,14 +114,21 @@ class GenerateConfig:
             raise ConfigError("prompt: standard input can be read only once")
         if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"timeout_s = {self.timeout_s}: must be positive")
+        if self.n < 1:
+            raise ConfigError(f"n = {self.n}: must be at least 1")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None and not self.json:
+                raise ConfigError(f"{name}: only --json shows them")
 
     def sampling(self) -> dict[str, object]:
         """The sampling parameters to send, by their names on the wire."""
         penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        names = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", *penalties)
+        limits = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        names = (*limits, *penalties, "logprobs", "prompt_logprobs")
         given: dict[str, object] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        given |= {name: list(getattr(self, name)) for name in ("stop", "stop_token_ids") if getattr(self, name)}
-        return given | ({"ignore_eos": True} if self.ignore_eos else {})
+        lists = ("stop", "stop_token_ids", "bad_words")
+        given |= {name: list(getattr(self, name)) for name in lists if getattr(self, name)}
+        return given | ({"ignore_eos": True} if self.ignore_eos else {}) | ({"n": self.n} if self.n > 1 else {})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ async def _race(config: DemoConfig) -> None:
 
 async def _ask(client: RouterClient, config: DemoConfig) -> Piece:
     """Stream the answer to standard output. Returns: its last piece."""
-    last = Piece(text="", token_ids=())
+    last = Piece()
     sampling = {"max_tokens": config.max_tokens, "temperature": 0.0}
     async for piece in client.generate(config.prompt, sampling=sampling):
         print(piece.text, end="", flush=True)

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 
 from kvrelay.cli import report
 from kvrelay.cli.client import Piece, RouterClient
 from kvrelay.cli.config import GenerateConfig
 from kvrelay.cli.main import ExitCode, exit_code
-from kvrelay.engine.errors import KvrelayError
+from kvrelay.engine.errors import KvrelayError, Unavailable
 
 MAX_AT_ONCE = 32
 
@@ -23,11 +24,12 @@ def run(config: GenerateConfig) -> int:
 async def _generate(config: GenerateConfig, prompts: list[str]) -> int:
     code: int = ExitCode.OK
     gate = asyncio.Semaphore(MAX_AT_ONCE)
+    show = _print_json if config.json else _print_text
     async with RouterClient(config.router) as client:
         answers = [Answer(client, config, prompt, gate) for prompt in prompts]
         try:
             for index, answer in enumerate(answers):
-                error = await (_print_json(index, answer) if config.json else _print_text(index, answer))
+                error = await show(index, answer)
                 if error:
                     code = code or exit_code(error)
                 elif config.timings:
@@ -42,12 +44,13 @@ async def _generate(config: GenerateConfig, prompts: list[str]) -> int:
 
 
 class Answer:
-    """One prompt's answer as it comes in, from its construction on."""
+    """The answer to one prompt as it comes in, from its construction on: one choice, or several."""
 
     def __init__(self, client: RouterClient, config: GenerateConfig, prompt: str, gate: asyncio.Semaphore) -> None:
-        self.last = Piece(text="", token_ids=())
-        # Not bounded: the model's context bounds an answer, and answers behind the one that is shown must not stall.
-        self._pieces: asyncio.Queue[Piece | KvrelayError | None] = asyncio.Queue()
+        self.last = Piece()
+        self.num_choices = config.n
+        # Not bounded: the model's context bounds an answer, and what is behind what is shown must not stall.
+        self._pieces = [asyncio.Queue[Piece | KvrelayError]() for _ in range(config.n)]
         self._task = asyncio.create_task(self._fetch(client, config, prompt, gate))
 
     async def _fetch(self, client: RouterClient, config: GenerateConfig, prompt: str, gate: asyncio.Semaphore) -> None:
@@ -61,18 +64,30 @@ class Answer:
                     priority=config.priority,
                     timeout_s=config.timeout_s,
                 ):
-                    self._pieces.put_nowait(piece)
-            self._pieces.put_nowait(None)
+                    self.last = piece
+                    self._pieces[piece.choice].put_nowait(piece)
+            end: KvrelayError = Unavailable("the answer stopped before its end")
         except KvrelayError as error:
-            self._pieces.put_nowait(error)
+            end = error
+        for pieces in self._pieces:
+            pieces.put_nowait(end)  # read by those that have not finished
 
-    async def next(self) -> Piece | None:
-        """The next piece; None after the last. Raises: KvrelayError."""
-        piece = await self._pieces.get()
-        if isinstance(piece, KvrelayError):
-            raise piece
-        self.last = piece or self.last
-        return piece
+    async def pieces(self, choice: int) -> AsyncIterator[Piece]:
+        """A choice from its first piece to its last.
+
+        Raises: KvrelayError.
+        """
+        finished = False
+        while not finished:
+            piece = await self._pieces[choice].get()
+            if isinstance(piece, KvrelayError):
+                raise piece
+            yield piece
+            finished = bool(piece.finish_reason)
+
+    async def wait(self) -> None:
+        """Until everything is in, or has failed."""
+        await asyncio.wait([self._task])
 
     async def cancel(self) -> None:
         """Stop it, if it still runs; the router learns of it."""
@@ -81,38 +96,44 @@ class Answer:
 
 
 async def _print_text(index: int, answer: Answer) -> KvrelayError | None:
-    if index:
-        print()
     try:
-        while piece := await answer.next():
-            print(piece.text, end="", flush=True)
+        for choice in range(answer.num_choices):
+            if index or choice:
+                print()
+            async for piece in answer.pieces(choice):
+                print(piece.text, end="", flush=True)
+            print(flush=True)
     except KvrelayError as error:
         print(f"\nkvrelay generate: prompt {index + 1}: {error}", file=sys.stderr)
         return error
-    print(flush=True)
+    await answer.wait()
     return None
 
 
 async def _print_json(index: int, answer: Answer) -> KvrelayError | None:
-    text, token_ids = "", list[int]()
-    failed: KvrelayError | None = None
-    try:
-        while piece := await answer.next():
-            text += piece.text
-            token_ids += piece.token_ids
-    except KvrelayError as error:
-        failed = error
-    last = answer.last
-    result = {
-        "index": index,
-        "text": text,
-        "token_ids": token_ids,
-        "finish_reason": last.finish_reason,
-        "usage": asdict(last.usage) if last.usage else None,
-        "timings": asdict(last.timings) if last.timings else None,
-        "handoff": asdict(last.handoff) if last.handoff else None,
-    }
-    if failed:
-        result["error"] = {"code": failed.code, "message": failed.message, "retryable": failed.retryable}
-    print(json.dumps(result, ensure_ascii=False), flush=True)
+    await answer.wait()
+    last, failed = answer.last, None
+    for choice in range(answer.num_choices):
+        pieces: list[Piece] = []
+        try:
+            async for piece in answer.pieces(choice):
+                pieces.append(piece)  # noqa: PERF401  what came before an error is shown too
+        except KvrelayError as error:
+            failed = error
+        result = {
+            "index": index,
+            "choice": choice,
+            "text": "".join(piece.text for piece in pieces),
+            "token_ids": [token_id for piece in pieces for token_id in piece.token_ids],
+            "finish_reason": pieces[-1].finish_reason if pieces else "",
+            "usage": asdict(last.usage) if last.usage else None,
+            "timings": asdict(last.timings) if last.timings else None,
+            "handoff": asdict(last.handoff) if last.handoff else None,
+        }
+        for name in ("logprobs", "prompt_logprobs"):
+            if any(getattr(piece, name) for piece in pieces):
+                result[name] = [asdict(position) for piece in pieces for position in getattr(piece, name)]
+        if failed:
+            result["error"] = {"code": failed.code, "message": failed.message, "retryable": failed.retryable}
+        print(json.dumps(result, ensure_ascii=False), flush=True)
     return failed

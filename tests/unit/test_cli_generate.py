@@ -14,7 +14,7 @@ from kvrelay.cli import generate
 from kvrelay.cli.client import NodeView, RouterClient
 from kvrelay.cli.config import GenerateConfig
 from kvrelay.cli.main import ExitCode, main
-from kvrelay.engine.errors import RemoteError, Unavailable
+from kvrelay.engine.errors import ConfigError, RemoteError, Unavailable
 from kvrelay.proto import node_pb2
 
 
@@ -56,8 +56,9 @@ def test_a_raw_prompt_goes_as_it_is() -> None:
 def test_every_option_reaches_the_router() -> None:
     given = {"max_tokens": 0, "min_tokens": 2, "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": 0}
     given |= {"presence_penalty": 0.5, "frequency_penalty": -0.25, "repetition_penalty": 1.5}
-    lists = {"stop": ("a", "b"), "stop_token_ids": (5,)}
-    _, router = generated("x", model="m", priority=-1, timeout_s=9.0, ignore_eos=True, **given, **lists)
+    given |= {"n": 2, "logprobs": 0, "prompt_logprobs": 3}
+    lists = {"stop": ("a", "b"), "stop_token_ids": (5,), "bad_words": ("no", "never")}
+    _, router = generated("x", model="m", priority=-1, timeout_s=9.0, ignore_eos=True, json=True, **given, **lists)
     (request,) = router.requests
     sampling = request.sampling
     assert {name: getattr(sampling, name) for name in given} == given
@@ -74,6 +75,24 @@ def test_several_answers_come_in_the_order_of_their_prompts(capsys: pytest.Captu
     assert [answer["text"] for answer in answers] == [f"{prompt} end" for prompt in prompts]
     assert [answer["index"] for answer in answers] == list(range(len(prompts)))
     assert len(router.requests) == len(prompts)
+
+
+def test_several_choices_come_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = generated("one two", n=3)
+    assert code == ExitCode.OK
+    assert capsys.readouterr().out == "one two end\n\none two end 1\n\none two end 2\n"
+    generated("one two", n=2, json=True)
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(answer["choice"], answer["text"]) for answer in answers] == [(0, "one two end"), (1, "one two end 1")]
+
+
+def test_json_has_log_probabilities_where_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    generated("one", json=True, logprobs=1, prompt_logprobs=0)
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["logprobs"] == [{"token_ids": [0, 9], "logprobs": [-1.5, -0.25]}]
+    assert answer["prompt_logprobs"] == [{"token_ids": [], "logprobs": []}, {"token_ids": [3], "logprobs": [-0.5]}]
+    with pytest.raises(ConfigError, match="logprobs: only --json"):
+        GenerateConfig(prompt=("x",), logprobs=1)
 
 
 def test_json_has_tokens_usage_timings_and_hand_off(capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,6 +91,18 @@ async def test_a_template_is_rendered_as_hugging_face_renders_it(tmp_path: Path)
     assert byte_level().decode(token_ids) == '    {"role": "user", "content": "é<"}\né<4'
 
 
+async def test_a_template_writes_json_with_every_option_of_hugging_faces(tmp_path: Path) -> None:
+    template = "{{ {'b': 'é<', 'a': 1} | tojson(%s) }}"
+    for options, expected in (
+        ("", '{"b": "é<", "a": 1}'),
+        ("ensure_ascii=True", '{"b": "\\u00e9<", "a": 1}'),
+        ("separators=(',', ':'), sort_keys=True", '{"a":1,"b":"é<"}'),
+        ("indent=1", '{\n "b": "é<",\n "a": 1\n}'),
+    ):
+        tokenizer = load(tmp_path, chat_template=template % options)
+        assert byte_level().decode(await tokenizer.encode_chat([ChatMessage("user", "a")])) == expected
+
+
 async def test_the_template_file_comes_before_the_configs_and_the_default_among_named_ones(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named"}]
     tokenizer = load(tmp_path / "a", chat_template=named)
