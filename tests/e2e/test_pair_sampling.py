@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.mixtures import random_request
 from support.oracle import Oracle, OracleAnswer, make_request, random_prompt
 from support.pair import BLOCK, Answer, MakePair
 
@@ -200,38 +201,11 @@ def test_prompt_logprobs_survive_a_preemption(make_pair: MakePair, tiny_oracle: 
 # --- everything at once
 
 
-def random_request(rng: random.Random, number: int, vocab_size: int) -> Request:
-    """Any parameters, in any mixture."""
-    ids = range(256)
-    return make_request(
-        random_prompt(rng.choice([1, 5, 16, 17, 40, 64, 65]), seed=rng.randrange(3)),
-        f"random-{number}",
-        max_tokens=rng.randint(1, 24),
-        min_tokens=rng.choice([0, 0, 1]),
-        seed=rng.randrange(2**64),
-        temperature=rng.choice([0.0, 5e-324, 1e-5, 0.3, 1.0, 4.0]),
-        top_k=rng.choice([0, 0, 1, 20]),
-        top_p=rng.choice([1.0, 1.0, 0.5, 0.95]),
-        min_p=rng.choice([0.0, 0.0, 0.1]),
-        presence_penalty=rng.choice([0.0, 1.5, -1.0]),
-        frequency_penalty=rng.choice([0.0, 0.7, -0.5]),
-        repetition_penalty=rng.choice([1.0, 1.3, 0.8]),
-        logit_bias=tuple((token_id, rng.uniform(-9, 9)) for token_id in rng.sample(ids, rng.choice([0, 0, 5]))),
-        bad_word_ids=tuple(tuple(rng.sample(ids, rng.randint(1, 2))) for _ in range(rng.choice([0, 0, 8]))),
-        stop_token_ids=tuple(rng.sample(ids, rng.choice([0, 0, 20]))),
-        ignore_eos=rng.choice([True, False]),
-        logprobs=rng.choice([None, None, 0, 5]),
-        prompt_logprobs=rng.choice([None, None, 0, 2]),
-        n=rng.choice([1, 1, 2, 3]),
-        priority=rng.choice([0, 0, 1]),
-    )
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_any_mixture_of_requests_gets_what_each_gets_alone(make_pair: MakePair, tiny_oracle: Oracle, seed: int) -> None:
     """Through P and D, on D alone, with room and without; each alone on one engine is the oracle."""
     rng = random.Random(seed)
-    requests = [random_request(rng, i, tiny_oracle.info.vocab_size) for i in range(24)]
+    requests = [random_request(rng, i) for i in range(24)]
     pair = make_pair(decode={"num_blocks": rng.choice([16, 64])})
     keys = [pair.start(request, whole=rng.random() < 0.2) for request in requests]
     for request, key in zip(requests, keys, strict=True):
@@ -244,7 +218,7 @@ def test_any_choice_resumes_to_the_same_end(make_pair: MakePair, tiny_oracle: Or
     rng = random.Random(f"resume-{seed}")
     pair = make_pair()
     for i in range(12):
-        request = random_request(rng, i, tiny_oracle.info.vocab_size)
+        request = random_request(rng, i)
         for choice, tokens in tiny_oracle.answer(request).choices.items():
             if len(tokens) < 2:
                 continue
