@@ -27,7 +27,7 @@ from kvrelay.decode_node.admission import grant_plan
 from kvrelay.decode_node.scheduler import DecodeScheduler
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.engine import Engine, RowOutput, StepOutcome
-from kvrelay.engine.errors import Internal, TransferFailed
+from kvrelay.engine.errors import Internal, KvrelayError, TransferFailed
 from kvrelay.engine.legs import Delta, HandoffReport, Leg, LegReport, Peer
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import OutputToken, RequestKey, Sequence
@@ -120,8 +120,7 @@ class DecodeNode(NodeCore):
             self._legs[request.key] = DecodeLeg(sequence, Stage.LOCAL, self.clock.now())
             return
         sequence.num_prompt_logprobs = sequence.num_prompt_tokens  # the prefill node gives them
-        self._scheduler.expect(sequence)
-        self._legs[request.key] = DecodeLeg(sequence, Stage.EXPECTED, self.clock.now())
+        leg = self._legs[request.key] = DecodeLeg(sequence, Stage.EXPECTED, self.clock.now())
         self._receiver.expect(
             Expectation(
                 key=request.key,
@@ -131,6 +130,13 @@ class DecodeNode(NodeCore):
                 deadline=request.deadline,
             )
         )
+        try:
+            self._scheduler.expect(sequence)
+        except KvrelayError:  # the offer is refused when it comes, or has come: nobody will call for it
+            leg.stage = Stage.OVER
+            if self._receiver.cancel(request.key) is CancelOutcome.FREED:
+                self._give_back(leg)
+            raise
 
     def cancel(self, key: RequestKey, choice: int | None = None) -> None:
         leg = self._legs.get(key)

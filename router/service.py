@@ -66,10 +66,16 @@ class InferenceService:
             timeout_s = min(timeout_s, edge_timeout_s)
         if timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed before the request came")
+        try:
+            async with asyncio.timeout(timeout_s):
+                token_ids = await self._tokenize(raw.prompt, at_most=limits.max_model_len - 1)
+                bad_word_ids = await self._tokenizer.encode_bad_words(raw.sampling.bad_words)
+        except TimeoutError:
+            raise DeadlineExceeded(f"not finished within {timeout_s:.3g} s") from None
         return validation.make_request(
             raw,
-            await self._tokenize(raw.prompt, at_most=limits.max_model_len - 1),
-            await self._tokenizer.encode_bad_words(raw.sampling.bad_words),
+            token_ids,
+            bad_word_ids,
             limits,
             key=RequestKey(f"{self._epoch}-{next(self._numbers)}", attempt=0),
             arrival=arrival,

@@ -96,9 +96,15 @@ class Tokenizer:
             return self._encode_bad_words(words)
         return await asyncio.to_thread(self._encode_bad_words, words)
 
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """As a batch of one: the library lets go of the interpreter for batches, and for nothing else."""
+        (encoding,) = self._library.encode_batch([text], add_special_tokens=add_special_tokens)
+        token_ids: list[int] = encoding.ids
+        return token_ids
+
     def _encode_completion(self, text: str, at_most: int | None = None) -> list[int]:
         self._check_length(text, at_most)
-        token_ids: list[int] = self._library.encode(text, add_special_tokens=True).ids
+        token_ids = self._encode(text, add_special_tokens=True)
         bos = self._bos_token_id
         if bos is None:
             return token_ids
@@ -111,8 +117,7 @@ class Tokenizer:
     ) -> list[int]:
         text = template.render(messages)
         self._check_length(text, at_most)
-        token_ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
-        return token_ids
+        return self._encode(text)
 
     def _check_length(self, text: str, at_most: int | None) -> None:
         """Refuse a text many times too long without tokenising all of it. What follows a beginning changes its tokens
@@ -120,14 +125,14 @@ class Tokenizer:
         if at_most is None or len(text) <= 2 * _PROBE_CHARACTERS * at_most:
             return
         beginning = text[: _PROBE_CHARACTERS * at_most]
-        if 2 * len(self._library.encode(beginning, add_special_tokens=False).ids) > 3 * at_most:
+        if 2 * len(self._encode(beginning)) > 3 * at_most:
             raise InvalidArgument("prompt", f"more than {at_most} tokens", f"at most {at_most}")
 
     def _encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         found: dict[tuple[int, ...], None] = {}  # a set that keeps the order
         for i, word in enumerate(words):
             bare = word.lstrip(" ")
-            spelled = [tuple(self._library.encode(text, add_special_tokens=False).ids) for text in (bare, f" {bare}")]
+            spelled = [tuple(self._encode(text)) for text in (bare, f" {bare}")]
             if not all(spelled):
                 raise InvalidArgument(f"bad_words[{i}]", word, "becomes no tokens")
             found.update(dict.fromkeys(spelled))
