@@ -40,7 +40,9 @@ class EngineConfig:
     """What the scheduler, the KV pool and the model runner are told."""
 
     model: str = "smollm2"
-    """A Hugging Face directory, a hub id, or the embedded model's name."""
+    """A Hugging Face folder, a GGUF file, a hub id, or the name of an embedded model."""
+    model_impl: Literal["auto", "kvrelay", "transformers"] = "auto"
+    """Whose code runs the model; auto: kvrelay's where it knows the architecture, else that of transformers."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model runs."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -15,9 +15,8 @@ from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.logprobs import NOT_FINITE, token_logprobs
 from kvrelay.engine.model_info import ModelInfo
-from kvrelay.engine.models.config import decoder_config
-from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import Checkpoint
+from kvrelay.engine.models.base import Model
+from kvrelay.engine.models.registry import load_model
 from kvrelay.engine.request import Logprobs, Sequence
 from kvrelay.engine.sampler import Sampler, SampleRow
 from kvrelay.engine.step import Row, RowResult, Sampled, Scheduled
@@ -33,10 +32,10 @@ class ModelRunner:
     """The one-worker `Executor`: model, KV pool and sampler in the calling thread."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, kernels: Kernels, *, eos_token_ids: Seq[int], max_model_len: int
+        self, model: Model, cache: KVCache, kernels: Kernels, *, eos_token_ids: Seq[int], max_model_len: int
     ) -> None:
         self.max_model_len = max_model_len
-        self._decoder = decoder
+        self._model = model
         self._cache = cache
         self._kernels = kernels
         self._sampler = Sampler(eos_token_ids)
@@ -55,7 +54,8 @@ class ModelRunner:
         device = torch.device(config.device)
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         dtype = _dtype(info, config)
-        model = decoder_config(info.config)
+        kernels = get_kernels(device)
+        model = load_model(info, getattr(torch, dtype), kernels, device, config.model_impl)
         layout = KVLayout(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -63,8 +63,6 @@ class ModelRunner:
             block_size=config.block_size,
             dtype=dtype,
         )
-        kernels = get_kernels(device)
-        decoder = Decoder(model, Checkpoint(info.path, getattr(torch, dtype), device), kernels, device)
         cache = KVCache(layout, num_blocks_for(config, layout))
         cache.populate()
         _log.info(
@@ -73,7 +71,7 @@ class ModelRunner:
                 model=info.name, dtype=dtype, num_threads=torch.get_num_threads(), num_kv_blocks=cache.num_blocks
             ),
         )
-        return cls(decoder, cache, kernels, eos_token_ids=info.eos_token_ids, max_model_len=max_model_len)
+        return cls(model, cache, kernels, eos_token_ids=info.eos_token_ids, max_model_len=max_model_len)
 
     @property
     def layout(self) -> KVLayout:
@@ -102,7 +100,7 @@ class ModelRunner:
         if not scheduled:
             return []
         batch = build_batch(scheduled, self.layout.block_size, self._kernels.row_multiple, self._cache.pool.device)
-        hidden = self._decoder.forward(batch, self._cache.pool)
+        hidden = self._model.forward(batch, self._cache.pool)
         sampled = iter(self._sample(hidden[batch.sample_rows], scheduled))
         found = self._prompt_logprobs(hidden, batch.prompt_rows, scheduled)
         results: list[RowResult] = []
@@ -115,7 +113,7 @@ class ModelRunner:
     def _sample(self, hidden: Tensor, scheduled: Seq[Scheduled]) -> list[tuple[Sampled, ...] | KvrelayError]:
         """The tokens of each item that samples."""
         sample_rows = [_sample_row(item.sequence) for item in scheduled if item.samples]
-        return self._sampler.sample(self._decoder.logits(hidden), sample_rows) if sample_rows else []
+        return self._sampler.sample(self._model.logits(hidden), sample_rows) if sample_rows else []
 
     def _prompt_logprobs(self, hidden: Tensor, rows: Tensor, scheduled: Seq[Scheduled]) -> Iterator[Logprobs | None]:
         """How likely the prompt token after each of the rows was, a few rows at a time; None: logits not finite."""
@@ -127,7 +125,7 @@ class ModelRunner:
         ]
         for start in range(0, len(wanted), _PROMPT_ROWS):
             piece = slice(start, start + _PROMPT_ROWS)
-            logits = self._decoder.logits(hidden[rows[piece]])
+            logits = self._model.logits(hidden[rows[piece]])
             token_ids, num_likeliest = zip(*wanted[piece], strict=True)
             for found in token_logprobs(logits, [(token_id,) for token_id in token_ids], num_likeliest):
                 yield None if found is None else found[0]

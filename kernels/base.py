@@ -3,14 +3,17 @@
 Every implementation computes the same functions as `reference`, within its dtype's rounding; tests/conformance holds
 them to it. Kernels import nothing of kvrelay and know no model, no request and no scheduler.
 
-Shapes: T tokens of a batch (rows), S sequences, H heads, K KV heads, D head dim, R = D / 2, N blocks of the pool, B
-tokens a block, M block table entries, C input features, O output features.
+Shapes: T tokens of a batch (rows), S sequences, H heads, K KV heads, D head dim, R pairs turned (at most D / 2), N
+blocks of the pool, B tokens a block, M block table entries, C input features, O output features.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+# x times the logistic function of x; x times the normal distribution's (exactly, and by tanh); max(x, 0) squared.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,16 @@ class Kernels(Protocol):
         """x times the weight transposed, plus the bias. Returns [T, num_outputs]."""
 
     def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-        """Scale each row to a root mean square of one, then by the weight."""
+        """Scale each row to a root mean square of one, then by the weight, whose dtype may be wider than x's."""
+
+    def layer_norm(self, x_TC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float) -> Tensor:
+        """Shift and scale each row to a mean of zero and a variance of one, then by the weight and the bias, if any."""
 
     def rotary(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        """Turn each head's pairs (i, i + R), R = D / 2, by the row's angles."""
+        """Turn each head's pairs (i, i + R) by the row's angles; elements from 2R on stay as they are."""
 
-    def silu_mul(self, gate_TC: Tensor, up_TC: Tensor) -> Tensor:
-        """silu(gate) * up."""
+    def activate(self, x_TC: Tensor, activation: Activation, up_TC: Tensor | None = None) -> Tensor:
+        """activation(x), times `up` where there is one."""
 
     def reshape_and_cache(self, k_TKD: Tensor, v_TKD: Tensor, kv_N2KBD: Tensor, slot_mapping_T: Tensor) -> None:
         """Write each row's key and value into its slot of one layer; a slot of -1 is padding and writes nothing.

@@ -9,21 +9,23 @@ on the number of threads. So a token does not change with batch-mates or with th
   sums in another order for some rows).
 - Attention multiplies tiles of ROWS queries and KEYS keys cut at absolute positions, takes the exact maximum over all,
   and adds the tiles up in order. A key that a row does not see adds an exact zero.
-- Of functions that are not exactly rounded only exp and tanh are used, which torch computes by the same code wherever
-  an element stands. Its silu and sigmoid are not: the last elements of a tensor, or of a thread's share, take another.
+- Of functions that are not exactly rounded only exp, tanh and erf are used, which torch computes by the same code
+  wherever an element stands. Its silu and sigmoid are not: the last elements of a tensor, or of a thread's share, take
+  another.
 - Sums and softmax are in float32. A row's sum is one thread's work, except for a single row wider than 32,768.
 
 tests/conformance checks all of this on the machine at hand. Across kinds of CPU only closeness holds. Shapes: see base.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvrelay.kernels.base import AttentionBatch, PackedWeight
+from kvrelay.kernels.base import Activation, AttentionBatch, PackedWeight
 
 ROWS = 16
 COLUMNS = 16
@@ -56,14 +58,26 @@ class ReferenceKernels:
         mean_square = x.square().sum(-1, keepdim=True) / x.shape[-1]
         return (x * torch.rsqrt(mean_square + eps) * weight_C.float()).to(x_TC.dtype)
 
-    def rotary(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        first, second = x_THD.float().chunk(2, dim=-1)
-        cos, sin = cos_TR[:, None], sin_TR[:, None]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_THD.dtype)
+    def layer_norm(self, x_TC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float) -> Tensor:
+        x = x_TC.float()
+        x = x - x.sum(-1, keepdim=True) / x.shape[-1]
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) / x.shape[-1] + eps)
+        if weight_C is not None:
+            x = x * weight_C.float()
+        if bias_C is not None:
+            x = x + bias_C.float()
+        return x.to(x_TC.dtype)
 
-    def silu_mul(self, gate_TC: Tensor, up_TC: Tensor) -> Tensor:
-        gate = gate_TC.float()
-        return (gate / (1 + torch.exp(-gate)) * up_TC.float()).to(gate_TC.dtype)
+    def rotary(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        num_turned = 2 * cos_TR.shape[-1]
+        first, second = x_THD[..., :num_turned].float().chunk(2, dim=-1)
+        cos, sin = cos_TR[:, None], sin_TR[:, None]
+        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_THD.dtype)
+        return turned if num_turned == x_THD.shape[-1] else torch.cat([turned, x_THD[..., num_turned:]], dim=-1)
+
+    def activate(self, x_TC: Tensor, activation: Activation, up_TC: Tensor | None = None) -> Tensor:
+        out = _ACTIVATIONS[activation](x_TC.float())
+        return (out if up_TC is None else out * up_TC.float()).to(x_TC.dtype)
 
     def reshape_and_cache(self, k_TKD: Tensor, v_TKD: Tensor, kv_N2KBD: Tensor, slot_mapping_T: Tensor) -> None:
         num_blocks, _, _, block_size, _ = kv_N2KBD.shape
@@ -92,6 +106,30 @@ class ReferenceKernels:
             q_SQHD = q_THD[rows_SQ].float() * scale
             out_THD[rows_SQ] = _attend(q_SQHD, keys, values, piece, window, softcap).to(q_THD.dtype)
         return out_THD
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))))
+
+
+def _relu2(x: Tensor) -> Tensor:
+    return torch.relu(x).square()
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu2": _relu2,
+}
 
 
 @dataclass(frozen=True, slots=True)

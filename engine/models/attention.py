@@ -1,6 +1,7 @@
-"""One layer's attention: project, rotate, write the cache, attend over it, project back.
+"""One layer's attention: project, norm, rotate, write the cache, attend over it, project back.
 
-Shapes: T tokens of the batch, H heads, K KV heads, D head dim, R = D / 2, N blocks, B block size, C hidden size.
+Shapes: T tokens of the batch, H heads, K KV heads, D head dim, R pairs of a head that turn, N blocks, B block size, C
+hidden size, X features.
 """
 
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.batch import ForwardBatch
-from kvrelay.engine.models.config import DecoderConfig
-from kvrelay.engine.models.layers import Projection
+from kvrelay.engine.models.layers import Norm, Projection, take_matrices
 from kvrelay.engine.models.loader import Checkpoint
+from kvrelay.engine.models.options import DecoderConfig, LayerConfig
 from kvrelay.kernels.base import Kernels
 
 
@@ -20,33 +21,78 @@ class AttentionInput:
     """What every layer's attention is given alike."""
 
     batch: ForwardBatch
-    cos: Tensor  # [T, R]
-    sin: Tensor
+    turns: list[tuple[Tensor, Tensor]]  # cosines and sines [T, R] of each rope
 
 
 class Attention:
     """Grouped-query attention over the paged cache."""
 
-    def __init__(self, config: DecoderConfig, kernels: Kernels, checkpoint: Checkpoint, name: str, window: int) -> None:
-        hidden, head_dim = config.hidden_size, config.head_dim
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        rope: int | None,
+        kernels: Kernels,
+        checkpoint: Checkpoint,
+        path: str,
+    ) -> None:
+        """`rope`: its number; None: the layer does not turn."""
+        names, head_dim = config.names, config.head_dim
         query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        sizes = (query_size, kv_size, kv_size)
+        q, k, v = take_matrices(checkpoint, path, names.qkv, sizes, config.hidden_size, config.qkv_bias)
+        if config.interleaved_rotary and layer.rope is not None:
+            q, k = (_in_halves(matrix, head_dim, layer.rope.rotary_dim) for matrix in (q, k))
+        self._q, self._k, self._v = (Projection(kernels, *matrix) for matrix in (q, k, v))
+        (output,) = take_matrices(
+            checkpoint, path, (names.attention_output,), (config.hidden_size,), query_size, config.attention_output_bias
+        )
+        self._output = Projection(kernels, *output)
+        self._q_norm = self._k_norm = None
+        if config.qk_norm is not None:
+            q_size, k_size = (head_dim, head_dim) if config.qk_norm_heads == "each" else (query_size, kv_size)
+            self._q_norm = Norm(kernels, checkpoint, f"{path}.{names.q_norm}", config.qk_norm, q_size)
+            self._k_norm = Norm(kernels, checkpoint, f"{path}.{names.k_norm}", config.qk_norm, k_size)
         self._kernels = kernels
-        self._head_dim = head_dim
-        self._scale = config.scale
-        self._window = window
-        self._q = Projection(kernels, checkpoint, f"{name}.q_proj", hidden, query_size, config.qkv_bias)
-        self._k = Projection(kernels, checkpoint, f"{name}.k_proj", hidden, kv_size, config.qkv_bias)
-        self._v = Projection(kernels, checkpoint, f"{name}.v_proj", hidden, kv_size, config.qkv_bias)
-        self._o = Projection(kernels, checkpoint, f"{name}.o_proj", query_size, hidden, config.output_bias)
+        self._config = config
+        self._window = layer.window
+        self._rope = rope
 
     def __call__(self, x_TC: Tensor, shared: AttentionInput, kv_N2KBD: Tensor) -> Tensor:
         """`kv_N2KBD`: this layer's part of the pool, written and read."""
-        kernels, heads = self._kernels, (-1, self._head_dim)
-        q_THD = kernels.rotary(torch.unflatten(self._q(x_TC), -1, heads), shared.cos, shared.sin)
-        k_TKD = kernels.rotary(torch.unflatten(self._k(x_TC), -1, heads), shared.cos, shared.sin)
-        v_TKD = torch.unflatten(self._v(x_TC), -1, heads)
+        kernels, config = self._kernels, self._config
+        q_THD = self._heads(self._q(x_TC), self._q_norm)
+        k_TKD = self._heads(self._k(x_TC), self._k_norm)
+        v_TKD = self._heads(self._v(x_TC))
+        if self._rope is not None:
+            cos, sin = shared.turns[self._rope]
+            q_THD, k_TKD = kernels.rotary(q_THD, cos, sin), kernels.rotary(k_TKD, cos, sin)
         kernels.reshape_and_cache(k_TKD, v_TKD, kv_N2KBD, shared.batch.slot_mapping)
         out_THD = kernels.paged_attention(
-            q_THD, kv_N2KBD, shared.batch.attention, scale=self._scale, window=self._window
+            q_THD,
+            kv_N2KBD,
+            shared.batch.attention,
+            scale=config.scale,
+            window=self._window,
+            softcap=config.attention_softcap,
         )
-        return self._o(out_THD.flatten(1))
+        return self._output(out_THD.flatten(1))
+
+    def _heads(self, x_TX: Tensor, norm: Norm | None = None) -> Tensor:
+        if self._config.clip_qkv:
+            x_TX = x_TX.clamp(-self._config.clip_qkv, self._config.clip_qkv)
+        if norm is not None:
+            x_TX = norm(x_TX.reshape(-1, norm.size)).reshape(x_TX.shape)
+        return torch.unflatten(x_TX, -1, (-1, self._config.head_dim))
+
+
+def _in_halves(matrix: tuple[Tensor, Tensor | None], head_dim: int, rotary_dim: int) -> tuple[Tensor, Tensor | None]:
+    """Outputs in another order within each head: pairs (2i, 2i + 1) become pairs (i, i + R), as the kernels turn them.
+
+    Of queries and keys alike, so that their products stay what they were.
+    """
+    turned = torch.arange(rotary_dim).view(-1, 2).t().flatten()
+    order = torch.cat([turned, torch.arange(rotary_dim, head_dim)])
+    weight, bias = (x if x is None else torch.unflatten(x, 0, (-1, head_dim))[:, order].flatten(0, 1) for x in matrix)
+    assert weight is not None
+    return weight, bias

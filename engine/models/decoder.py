@@ -1,6 +1,8 @@
-"""One decoder for the Llama family; what differs between its members is in DecoderConfig.
+"""One decoder for many families of models; what differs between them is in DecoderConfig.
 
-    tokens -> embed -> [ x += attention(norm(x));  x += mlp(norm(x)) ] * num_layers -> norm -> logits
+    tokens -> embed -> [ x += norm(attention(norm(x)));  x += norm(mlp(norm(x))) ] * num_layers -> norm -> logits
+
+Any of a layer's norms may be absent, and the two halves of a layer may stand side by side.
 
 Shapes: T tokens of the batch, C hidden size, R rows, V vocabulary, N blocks, L layers, K KV heads, B block size, D head
 dim.
@@ -14,13 +16,15 @@ from torch.nn.functional import embedding
 
 from kvrelay.engine.batch import ForwardBatch
 from kvrelay.engine.models.attention import Attention, AttentionInput
-from kvrelay.engine.models.config import DecoderConfig
-from kvrelay.engine.models.layers import GatedMlp, Norm
+from kvrelay.engine.models.layers import Mlp, Norm, Projection, make_norm
 from kvrelay.engine.models.loader import Checkpoint
+from kvrelay.engine.models.options import DecoderConfig, LayerConfig, RopeConfig
 from kvrelay.engine.models.rope import Rope
 from kvrelay.kernels.base import Kernels
 
-_RECOMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # in some old checkpoints
+_EMBEDDING = "embed_tokens.weight"
+# In some checkpoints: frequencies, which are computed; a copy of the embeddings, where they are the head too.
+_NOT_NEEDED = re.compile(r".*\brotary_emb\.inv_freq|(.*\.)?lm_head\.weight")
 
 
 class Decoder:
@@ -28,39 +32,76 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, kernels: Kernels, device: torch.device) -> None:
         """Takes every tensor of the checkpoint. Raises: ModelError."""
-        self._kernels = kernels
-        self._rope = Rope(config.rope, device)
-        self._embedding = checkpoint.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self._layers = [_Layer(config, kernels, checkpoint, i) for i in range(config.num_layers)]
-        self._norm = Norm(kernels, checkpoint, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.num_layers = config.num_layers
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.vocab_size = config.vocab_size
+        self._config = config
+        ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
+        numbers: dict[RopeConfig | None, int] = {rope: number for number, rope in enumerate(ropes)}
+        names = config.names
+        trunk = next((name for name in names.trunks if f"{name}.{_EMBEDDING}" in checkpoint), names.trunks[0])
+        self._embedding = checkpoint.take(f"{trunk}.{_EMBEDDING}", config.vocab_size, config.hidden_size)
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self._embedding.dtype))
+        self._layers = [
+            _Layer(config, layer, numbers.get(layer.rope), kernels, checkpoint, f"{trunk}.layers.{i}")
+            for i, layer in enumerate(config.layers)
+        ]
+        self._norm = Norm(kernels, checkpoint, f"{trunk}.{names.final_norm}", config.norm, config.hidden_size)
+        self._ropes = [Rope(rope, device) for rope in ropes]  # as large as the heads are, which have been checked
         head = self._embedding
         if not config.tie_embeddings:
             head = checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._head = kernels.pack(head)
-        # Where the embeddings are tied, some checkpoints hold a copy of them under the head's name.
-        checkpoint.finish(lambda name: name == "lm_head.weight" or _RECOMPUTED.fullmatch(name) is not None)
+        bias = checkpoint.take("lm_head.bias", config.vocab_size) if config.head_bias else None
+        self._head = Projection(kernels, head, bias)
+        checkpoint.finish(lambda name: _NOT_NEEDED.fullmatch(name) is not None or name.startswith(names.other_parts))
 
     def forward(self, batch: ForwardBatch, pool_NL2KBD: Tensor) -> Tensor:
         """Hidden states [T, C] of the batch's tokens, whose keys and values are written into the pool."""
         x_TC = embedding(batch.token_ids, self._embedding)
-        shared = AttentionInput(batch, *self._rope.cos_sin(batch.positions))
+        if self._embedding_scale != 1:
+            x_TC = x_TC * self._embedding_scale
+        shared = AttentionInput(batch, [rope.cos_sin(batch.positions) for rope in self._ropes])
         for i, layer in enumerate(self._layers):
             x_TC = layer(x_TC, shared, pool_NL2KBD[:, i])
         return x_TC
 
     def logits(self, hidden_RC: Tensor) -> Tensor:
         """[R, V] in float32, of some rows of `forward`'s hidden states."""
-        return self._kernels.linear(self._norm(hidden_RC), self._head).float()
+        logits_RV = self._head(self._norm(hidden_RC)).float()
+        if self._config.logit_scale != 1:
+            logits_RV = logits_RV * self._config.logit_scale
+        cap = self._config.logit_softcap
+        return cap * torch.tanh(logits_RV / cap) if cap else logits_RV
 
 
 class _Layer:
-    def __init__(self, config: DecoderConfig, kernels: Kernels, checkpoint: Checkpoint, i: int) -> None:
-        name, size, eps = f"model.layers.{i}", config.hidden_size, config.rms_norm_eps
-        self._attention_norm = Norm(kernels, checkpoint, f"{name}.input_layernorm", size, eps)
-        self._attention = Attention(config, kernels, checkpoint, f"{name}.self_attn", config.windows[i])
-        self._mlp_norm = Norm(kernels, checkpoint, f"{name}.post_attention_layernorm", size, eps)
-        self._mlp = GatedMlp(config, kernels, checkpoint, f"{name}.mlp")
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        rope: int | None,
+        kernels: Kernels,
+        checkpoint: Checkpoint,
+        path: str,
+    ) -> None:
+        names = config.names
+        self._attention_norm = make_norm(kernels, checkpoint, path, names.attention_norm, config)
+        self._attention = Attention(config, layer, rope, kernels, checkpoint, f"{path}.self_attn")
+        self._attention_output_norm = make_norm(kernels, checkpoint, path, names.attention_output_norm, config)
+        self._mlp_norm = make_norm(kernels, checkpoint, path, names.mlp_norm, config)
+        self._mlp = Mlp(config, kernels, checkpoint, f"{path}.mlp")
+        self._mlp_output_norm = make_norm(kernels, checkpoint, path, names.mlp_output_norm, config)
+        self._parallel = config.parallel
+        self._residual_scale = config.residual_scale
 
     def __call__(self, x_TC: Tensor, shared: AttentionInput, kv_N2KBD: Tensor) -> Tensor:
-        x_TC = x_TC + self._attention(self._attention_norm(x_TC), shared, kv_N2KBD)
-        return x_TC + self._mlp(self._mlp_norm(x_TC))
+        normed_TC = self._attention_norm(x_TC)
+        attended_TC = self._attention_output_norm(self._attention(normed_TC, shared, kv_N2KBD))
+        if self._parallel:
+            return self._add(self._add(x_TC, attended_TC), self._mlp_output_norm(self._mlp(normed_TC)))
+        x_TC = self._add(x_TC, attended_TC)
+        return self._add(x_TC, self._mlp_output_norm(self._mlp(self._mlp_norm(x_TC))))
+
+    def _add(self, x_TC: Tensor, more_TC: Tensor) -> Tensor:
+        return x_TC + (more_TC if self._residual_scale == 1 else more_TC * self._residual_scale)

@@ -3,7 +3,7 @@
 Shapes: T tokens, S sequences, H heads, K KV heads, D head dim, N blocks, B block size, C input and O output features.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.base import AttentionBatch, Kernels
+from kvrelay.kernels.base import Activation, AttentionBatch, Kernels
 from kvrelay.kernels.dispatch import get_kernels
 
 THREADS = (1, 2, 3, 7)
+PLACES = ((0, 201), (1, 2), (2, 7), (5, 16), (60, 33))  # first row and number of rows, of 201
 
 
 @pytest.fixture
@@ -36,6 +37,18 @@ def num_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def assert_same_bits_anywhere(compute: Callable[[slice], Tensor]) -> Tensor:
+    """What `compute` makes of 201 rows one by one, having seen that it makes the same of them together."""
+    with num_threads(1):
+        alone = torch.cat([compute(slice(i, i + 1)) for i in range(201)])
+    for threads in THREADS:
+        with num_threads(threads):
+            for start, count in PLACES:
+                rows = slice(start, start + count)
+                assert torch.equal(compute(rows), alone[rows])
+    return alone
 
 
 # --- products, norms, rotary, activation ------------------------------------------------------------------------
@@ -71,41 +84,70 @@ def test_a_row_of_a_product_has_the_same_bits_wherever_it_stands(
                 assert torch.equal(kernels.linear(x[start : start + count], packed), alone[start : start + count])
 
 
-@pytest.mark.parametrize("size", [1, 48, 577, 4097])
+@pytest.mark.parametrize("size", [1, 6, 12, 20, 48, 128, 577, 4097])
 def test_rms_norm_has_unit_mean_square_and_the_same_bits_in_any_batch(kernels: Kernels, size: int) -> None:
     x, weight = 3 * torch.randn(201, size), torch.randn(size)
+    alone = assert_same_bits_anywhere(lambda rows: kernels.rms_norm(x[rows], weight, 1e-5))
     expected = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
-    with num_threads(1):
-        alone = torch.cat([kernels.rms_norm(row[None], weight, 1e-5) for row in x])
     torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-5)
-    for threads in THREADS:
-        with num_threads(threads):
-            for start, count in [(0, 201), (1, 2), (2, 7), (5, 16), (60, 33)]:
-                assert torch.equal(
-                    kernels.rms_norm(x[start : start + count], weight, 1e-5), alone[start : start + count]
-                )
 
 
+def test_rms_norm_takes_weights_wider_than_its_input(kernels: Kernels) -> None:
+    x, weight = torch.randn(9, 48).bfloat16(), 1 + 1e-3 * torch.randn(48)
+    out = kernels.rms_norm(x, weight, 1e-6)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, kernels.rms_norm(x.float(), weight, 1e-6).bfloat16())
+
+
+@pytest.mark.parametrize("size", [1, 6, 12, 20, 48, 577, 4097])
+@pytest.mark.parametrize(("with_weight", "with_bias"), [(False, False), (True, False), (True, True)])
+def test_layer_norm_has_zero_mean_and_unit_variance_and_the_same_bits_in_any_batch(
+    kernels: Kernels, size: int, with_weight: bool, with_bias: bool
+) -> None:
+    x = 3 * torch.randn(201, size) + 2
+    weight = torch.randn(size) if with_weight else None
+    bias = torch.randn(size) if with_bias else None
+    alone = assert_same_bits_anywhere(lambda rows: kernels.layer_norm(x[rows], weight, bias, 1e-5))
+    centred = x.double() - x.double().mean(-1, keepdim=True)
+    expected = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + 1e-5)
+    expected = expected * (1 if weight is None else weight.double()) + (0 if bias is None else bias.double())
+    torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-4)
+    rounded = kernels.layer_norm(x.bfloat16(), weight, bias, 1e-5)
+    assert torch.equal(rounded, kernels.layer_norm(x.bfloat16().float(), weight, bias, 1e-5).bfloat16())
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "relu2": lambda x: x.clamp(min=0).square(),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("size", [1, 7, 88, 577, 1531])
-def test_silu_mul_has_the_same_bits_in_any_batch(kernels: Kernels, size: int) -> None:
+def test_an_activation_is_its_formula_with_the_same_bits_in_any_batch(
+    kernels: Kernels, activation: Activation, size: int
+) -> None:
     gate, up = 4 * torch.randn(201, size), torch.randn(201, size)
     gate[7] = -200.0  # exp overflows
-    with num_threads(1):
-        alone = torch.cat([kernels.silu_mul(gate[i : i + 1], up[i : i + 1]) for i in range(201)])
-    expected = gate.double() * torch.sigmoid(gate.double()) * up.double()
-    torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-6)
-    for threads in THREADS:
-        with num_threads(threads):
-            for start, count in [(0, 201), (1, 2), (2, 7), (5, 16), (60, 33)]:
-                rows = slice(start, start + count)
-                assert torch.equal(kernels.silu_mul(gate[rows], up[rows]), alone[rows])
+    alone = assert_same_bits_anywhere(lambda rows: kernels.activate(gate[rows], activation, up[rows]))
+    plain = assert_same_bits_anywhere(lambda rows: kernels.activate(gate[rows], activation))
+    expected = ACTIVATIONS[activation](gate.double())
+    torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(alone.double(), expected * up.double(), rtol=1e-5, atol=5e-6)
+    rounded = kernels.activate(gate.bfloat16(), activation, up.bfloat16())
+    assert torch.equal(rounded, kernels.activate(gate.bfloat16().float(), activation, up.bfloat16().float()).bfloat16())
 
 
-def test_rotary_turns_each_pair_by_its_angle(kernels: Kernels) -> None:
-    x, angles = torch.randn(9, 3, 12), 10 * torch.rand(9, 6)
-    turned = torch.complex(x[..., :6], x[..., 6:]).to(torch.complex128) * torch.exp(1j * angles.double())[:, None]
-    out = kernels.rotary(x, angles.cos(), angles.sin())
-    torch.testing.assert_close(out.double(), torch.cat([turned.real, turned.imag], -1), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("num_pairs", [6, 4, 1])
+def test_rotary_turns_each_pair_by_its_angle_and_leaves_the_rest(kernels: Kernels, num_pairs: int) -> None:
+    x, angles = torch.randn(201, 3, 12), 10 * torch.rand(201, num_pairs)
+    alone = assert_same_bits_anywhere(lambda rows: kernels.rotary(x[rows], angles[rows].cos(), angles[rows].sin()))
+    first, second = x[..., :num_pairs], x[..., num_pairs : 2 * num_pairs]
+    turned = torch.complex(first, second).to(torch.complex128) * torch.exp(1j * angles.double())[:, None]
+    expected = torch.cat([turned.real, turned.imag, x[..., 2 * num_pairs :].double()], -1)
+    torch.testing.assert_close(alone.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------

@@ -31,17 +31,17 @@ def make_sequence(token_ids: Iterable[int], block_table: Seq[int], request_id: s
 class Teacher:
     """A decoder with a small pool of its own, which holds NaN wherever nothing was written."""
 
-    def __init__(self, folder: Path, *, block_size: int = 16, num_blocks: int = 40) -> None:
+    def __init__(self, folder: Path, *, block_size: int = 16, num_blocks: int = 40, dtype: str = "float32") -> None:
         model = decoder_config(read_model_info(folder).config)
         layout = KVLayout(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             block_size=block_size,
-            dtype="float32",
+            dtype=dtype,
         )
         self.kernels = get_kernels(CPU)
-        self.decoder = Decoder(model, Checkpoint(folder, torch.float32, CPU), self.kernels, CPU)
+        self.decoder = Decoder(model, Checkpoint(folder, getattr(torch, dtype), CPU), self.kernels, CPU)
         self.cache = KVCache(layout, num_blocks)
 
     @torch.inference_mode()
