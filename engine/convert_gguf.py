@@ -1,55 +1,49 @@
-"""`python -m kvrelay.engine.convert_gguf GGUF FOLDER`: a GGUF file as a Hugging Face folder in bfloat16.
+"""`python -m kvrelay.engine.convert_gguf GGUF FOLDER`: a GGUF model as a Hugging Face folder.
 
-A process of its own, because it needs transformers, seconds and twice the model's memory. Writes config.json,
-generation_config.json, model.safetensors, tokenizer.json and tokenizer_config.json with the chat template.
+Writes config.json, generation_config.json, model.safetensors (or numbered files and their index), tokenizer.json and
+tokenizer_config.json with the chat template. Nothing is guessed: an architecture, a setting, a tensor, a quantisation
+or a splitting of text that is not known here is refused by name.
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from kvrelay.engine import process
 from kvrelay.engine.errors import ModelError
-
-_PRE_TOKENIZER = "tokenizer.ggml.pre"
+from kvrelay.engine.gguf_architectures import find_architecture, read_config
+from kvrelay.engine.gguf_file import Gguf
+from kvrelay.engine.gguf_safetensors import dtype_of, write_safetensors
+from kvrelay.engine.gguf_tensors import plan_tensors
+from kvrelay.engine.gguf_tokenizer import read_tokenizer
 
 
 def convert(gguf: Path, folder: Path, *, progress: bool) -> None:
-    """Convert `gguf` into `folder`, which exists.
+    """Convert a GGUF file, or one whose parts `gguf` is the first of, into `folder`, which exists.
 
-    Raises: ModelError for a tokenizer whose splitting is not known here; transformers' errors for a broken file.
+    Raises: ModelError, one line that says what is broken or not supported; OSError.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, utils
+    with Gguf(gguf) as source:
+        architecture = find_architecture(source)
+        config = read_config(source, architecture)
+        plans = plan_tensors(source, architecture, config)
+        tokenizer = read_tokenizer(source, config["vocab_size"])
+        ends = tokenizer.end_token_ids
+        generation = tokenizer.token_ids | ({"eos_token_id": ends} if len(ends) > 1 else {})
+        _write(
+            folder / "config.json", config | tokenizer.token_ids | {"dtype": dtype_of(list(source.tensors.values()))}
+        )
+        _write(folder / "generation_config.json", {name: ids for name, ids in generation.items() if ids is not None})
+        limit = {"model_max_length": config["max_position_embeddings"]}
+        _write(folder / "tokenizer_config.json", tokenizer.config | limit)
+        tokenizer.library.save(str(folder / "tokenizer.json"), pretty=False)
+        write_safetensors(folder, plans, progress=progress)
 
-    if not progress:
-        utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    source: dict[str, Any] = {"gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-    tokenizer.backend_tokenizer.pre_tokenizer = _pre_tokenizer(gguf)
-    tokenizer.save_pretrained(folder, save_jinja_files=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, **source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
-    model.save_pretrained(folder)
 
-
-def _pre_tokenizer(gguf: Path) -> Any:
-    """How text is split before merges: GGUF has a name for it, and transformers takes GPT-2's whatever it says.
-
-    Raises: ModelError.
-    """
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers as pre
-
-    field = GGUFReader(gguf).get_field(_PRE_TOKENIZER)
-    name = field.contents() if field else None
-    byte_level = pre.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
-    known = {"gpt-2": byte_level, "smollm": pre.Sequence([pre.Digits(individual_digits=True), byte_level])}
-    if name not in known:
-        raise ModelError(f"{gguf.name}: {_PRE_TOKENIZER} = {name!r}: not one of {', '.join(known)}")
-    return known[name]
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def main() -> int:
@@ -61,7 +55,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         convert(arguments.gguf, arguments.folder, progress=arguments.progress)
-    except (ModelError, OSError, ValueError, RuntimeError) as error:
+    except (ModelError, OSError) as error:
         print(f"ERROR: {' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201 (the caller reads this line)
         return 1
     return 0
