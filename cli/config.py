@@ -6,7 +6,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from kvrelay.engine.config import EngineConfig, check_port
+from kvrelay.engine.config import EngineConfig, check_port, parse_size
 from kvrelay.engine.errors import ConfigError
 
 
@@ -141,3 +141,34 @@ class HealthConfig:
     """host:port of a router or node."""
     timeout_s: float = 5.0
     """How long to wait for an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelListConfig:
+    """Lists the embedded models, and what is in kvrelay's cache and in the model hub's."""
+
+    json: bool = False
+    """Print one JSON object a line and model: name, state, size_bytes, source, path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFetchConfig:
+    """Makes a model ready: fetches and converts it if need be, checks it, and prints its folder."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
+    """The name of an embedded model, a hub id, or a GGUF file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShowConfig:
+    """Shows what a model on this machine is, what its weights and its KV take, and what would run it."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
+    """A folder, the name of an embedded model, a hub id, or a GGUF file."""
+    kv_cache_size: str = EngineConfig.kv_cache_size
+    """Room for KV, as a size: how many tokens would fit."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        parse_size(self.kv_cache_size)

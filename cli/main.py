@@ -39,6 +39,9 @@ roles, one process each:
   prefill     computes prompts and pushes their KV to decode nodes
   decode      waits for KV and runs the decode batches
 
+models:
+  model       list those on this machine, fetch one, show what one is and takes
+
 clients of a router:
   generate    send prompts, stream the answers
   health      ask whether a router or a node serves
@@ -57,6 +60,18 @@ exit codes:
 """
 
 
+_MODEL_HELP = """\
+usage: kvrelay model COMMAND [OPTIONS]
+
+  list        the embedded models, and what is in the caches
+  fetch       make a model ready: fetch, convert, check
+  show        what a model is, what it takes, and what would run it
+
+options:
+  -h, --help  show this and exit; `kvrelay model COMMAND --help` shows a command's own flags
+"""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code. Raises: SystemExit from the flags' parser (0 for --help, else 2)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -70,9 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvrelay {__version__}")
         return ExitCode.OK
     if command not in _COMMANDS:
-        said = f"no such command: {command!r}" if command else "a command is needed"
-        print(f"kvrelay: {said}; `kvrelay --help` lists them", file=sys.stderr)
-        return ExitCode.USAGE
+        return _refuse(command)
     try:
         return _COMMANDS[command](rest)
     except KvrelayError as error:
@@ -92,6 +105,12 @@ def exit_code(error: KvrelayError) -> ExitCode:
     if isinstance(error, ConfigError) or error.code == "INVALID_ARGUMENT":
         return ExitCode.USAGE
     return ExitCode.UNAVAILABLE if error.retryable else ExitCode.FAILED
+
+
+def _refuse(command: str, group: str = "kvrelay") -> ExitCode:
+    said = f"no such command: {command!r}" if command else "a command is needed"
+    print(f"{group}: {said}; `{group} --help` lists them", file=sys.stderr)
+    return ExitCode.USAGE
 
 
 def _parse(config: type[Config], command: str, arguments: Sequence[str]) -> Config:
@@ -164,6 +183,48 @@ def _health(arguments: Sequence[str]) -> int:
     return run(config)
 
 
+def _model(arguments: Sequence[str]) -> int:
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command in ("-h", "--help"):
+        print(_MODEL_HELP, end="")
+        return ExitCode.OK
+    if command not in _MODEL_COMMANDS:
+        return _refuse(command, "kvrelay model")
+    return _MODEL_COMMANDS[command](rest)
+
+
+def _model_list(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import ModelListConfig
+
+    config = _parse(ModelListConfig, "model list", arguments)
+    from kvrelay.cli.model import list_models
+
+    return list_models(config)
+
+
+def _model_fetch(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import ModelFetchConfig
+
+    config = _parse(ModelFetchConfig, "model fetch", arguments)
+    from kvrelay.cli.model import fetch_model
+
+    return fetch_model(config)
+
+
+def _model_show(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import ModelShowConfig
+
+    config = _parse(ModelShowConfig, "model show", arguments)
+    from kvrelay.cli.model import show_model
+
+    return show_model(config)
+
+
+_MODEL_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "list": _model_list,
+    "fetch": _model_fetch,
+    "show": _model_show,
+}
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "up": _up,
     "demo": _demo,
@@ -172,4 +233,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "decode": _decode,
     "generate": _generate,
     "health": _health,
+    "model": _model,
 }

@@ -34,6 +34,10 @@ class KVLayout:
     def token_bytes(self) -> int:
         return self.block_bytes // self.block_size
 
+    def tokens_in(self, size_bytes: int) -> int:
+        """Tokens of the whole blocks that a pool of this size has."""
+        return size_bytes // self.block_bytes * self.block_size
+
     def check_same(self, theirs: "KVLayout") -> None:
         """Raises: LayoutMismatch, naming the first field that differs."""
         for field in fields(self):

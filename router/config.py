@@ -35,7 +35,7 @@ class RouterConfig:
     """Takes requests in, places them on nodes, carries the tokens home."""
 
     model: str = "smollm2"
-    """A Hugging Face directory, a hub id, or the embedded model's name: the one that the nodes serve."""
+    """A Hugging Face folder, a GGUF file, a hub id, or the name of an embedded model: the one that the nodes serve."""
     bind: str = "127.0.0.1"
     """Address to listen on; beyond loopback only with a cluster secret or --insecure."""
     advertise: str = ""

@@ -15,6 +15,7 @@ from support.leaving import BACK_S, Call, Cluster, Leaver, Missed, Standing, Vie
 Condition = Callable[[View], bool]
 Kind = tuple[Way, bool]  # how it leaves, and whether it is streamed
 STAYS: Kind = (Way.CANCEL, True)  # until it is no longer needed
+USUAL_S = 0.4  # in which most moments are reached and seen
 
 
 class Neighbours:
@@ -86,33 +87,26 @@ class Walk:
         """One that nobody has computed before."""
         return [self._rng.randrange(256) for _ in range(length)]
 
-    async def pass_through(self, moment: Callable[[], Awaitable[None]], *, after_s: float) -> None:
-        """With the neighbours there and nobody else, and with clocks that are slow enough for this machine."""
-
-        async def begin_and_pass() -> None:
-            await self.neighbours.be_there(num_tokens_left=40)
-            await self.cluster.until(self.staying.is_all)
-            await moment()
-
-        await self._patiently(begin_and_pass, after_s)
-
-    async def one_by_one(self, moment: Callable[[Kind], Awaitable[None]]) -> None:
-        """A moment at which there is room for one. The clocks are set by how long the others took to come there."""
-        after_s = 0.0
-        for kind in self.kinds:
-            await self._patiently(partial(moment, kind), 2.5 * after_s)
-            if not kind[0].by_clock:
-                after_s = max(after_s, self._seen_after_s)
-
-    async def _patiently(self, moment: Callable[[], Awaitable[None]], after_s: float) -> None:
+    async def pass_through(self, moment: Callable[[], Awaitable[None]], after_s: float = USUAL_S) -> None:
+        """With the neighbours there and nobody else, and with a clock that is slow enough for this machine."""
         reasons = []
         for self.after_s in (after_s, 2 * after_s, 4 * after_s, 8 * after_s):
+            await self.neighbours.be_there(num_tokens_left=40)
+            await self.cluster.until(self.staying.is_all)
             try:
                 return await moment()
             except Missed as missed:
                 reasons.append(str(missed))
                 self.num_missed += 1
         raise Missed("; ".join(reasons))
+
+    async def one_by_one(self, moment: Callable[[Kind], Awaitable[None]]) -> None:
+        """A moment at which there is room for one. The clock is set by how long the others took to come there."""
+        longest_s = 0.0
+        for kind in self.kinds:
+            await self.pass_through(partial(moment, kind), 2.5 * longest_s)
+            if not kind[0].by_clock:
+                longest_s = max(longest_s, self._seen_after_s)
 
     @contextlib.asynccontextmanager
     async def sent(

@@ -8,7 +8,15 @@ from dataclasses import fields
 import pytest
 
 from kvrelay import __version__
-from kvrelay.cli.config import DemoConfig, GenerateConfig, HealthConfig, UpConfig
+from kvrelay.cli.config import (
+    DemoConfig,
+    GenerateConfig,
+    HealthConfig,
+    ModelFetchConfig,
+    ModelListConfig,
+    ModelShowConfig,
+    UpConfig,
+)
 from kvrelay.cli.main import ExitCode, exit_code, main
 from kvrelay.decode_node.config import DecodeConfig
 from kvrelay.engine import errors
@@ -23,15 +31,25 @@ CONFIGS = {
     "decode": DecodeConfig,
     "generate": GenerateConfig,
     "health": HealthConfig,
+    "model list": ModelListConfig,
+    "model fetch": ModelFetchConfig,
+    "model show": ModelShowConfig,
 }
-POSITIONAL = {"generate": "prompt", "health": "address"}
+POSITIONAL = {"generate": "prompt", "health": "address", "model fetch": "model", "model show": "model"}
+REQUIRED = {"generate", "model fetch", "model show"}  # what is positional there has no default
 
 
 def test_help_lists_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == ExitCode.OK
     shown = capsys.readouterr().out
-    assert all(f"\n  {command} " in shown for command in CONFIGS)
+    assert all(f"\n  {command.split()[0]} " in shown for command in CONFIGS)
     assert all(f"\n  {code.value} " in shown for code in ExitCode)
+
+
+def test_the_help_of_model_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "--help"]) == ExitCode.OK
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command.split()[1]} " in shown for command in CONFIGS if command.startswith("model "))
 
 
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,12 +57,12 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvrelay {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["nope"], ["--nope"]])
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["--nope"], ["model"], ["model", "nope"], ["model", "--nope"]])
 def test_an_unknown_command_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == ExitCode.USAGE
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("kvrelay: ")
+    assert captured.err.startswith("kvrelay model: " if "model" in arguments else "kvrelay: ")
     assert captured.err.count("\n") == 1
 
 
@@ -54,14 +72,14 @@ def test_the_help_of_a_command_shows_every_flag_with_its_default_and_a_sentence(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
+        main([*command.split(), "--help"])
     assert ended.value.code == ExitCode.OK
     shown = capsys.readouterr().out
     for field in fields(CONFIGS[command]):
         if field.name != POSITIONAL.get(command):
             assert f"--{field.name.replace('_', '-')} " in shown.replace(",", " ")
     num_flags = shown.count("(default: ") + shown.count("(repeatable)")
-    assert num_flags == len(fields(CONFIGS[command])) - (command == "generate")  # its prompts have no default
+    assert num_flags == len(fields(CONFIGS[command])) - (command in REQUIRED)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +108,7 @@ def test_every_field_of_every_config_has_a_sentence(config: type) -> None:
         (["generate"], "prompt"),
         (["generate", "-", "-"], "prompt: standard input"),
         (["generate", "x", "--timeout-s", "0"], "timeout_s = 0.0"),
+        (["model", "show", "x", "--kv-cache-size", "lots"], "size 'lots'"),
     ],
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(
@@ -107,11 +126,11 @@ def test_a_flag_that_cannot_be_read_is_exit_code_2(capsys: pytest.CaptureFixture
     assert ended.value.code == ExitCode.USAGE
 
 
-@pytest.mark.parametrize("command", ["up", "demo"])
+@pytest.mark.parametrize("command", ["up --model", "demo --model", "model fetch", "model show"])
 def test_a_missing_model_is_one_line_and_exit_code_3(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--model", "/no/such/model"]) == ExitCode.MODEL
+    assert main([*command.split(), "/no/such/model"]) == ExitCode.MODEL
     captured = capsys.readouterr().err
-    assert captured.startswith(f"kvrelay {command}: /no/such/model: no such folder")
+    assert captured.startswith(f"kvrelay {command.split()[0]}: /no/such/model: no such folder")
     assert captured.count("\n") == 1
 
 

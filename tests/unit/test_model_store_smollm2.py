@@ -1,4 +1,4 @@
-"""The embedded model as converted: it answers, it stops, and its tokenizer splits as the original does (C09)."""
+"""The embedded models as converted: smollm2 answers, stops, and splits text as the original does (C09)."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,11 @@ import pytest
 
 from kvrelay.engine.model_info import read_model_info
 from kvrelay.engine.model_store import resolve
+from kvrelay.engine.weight_files import read_tensors
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
-IM_START, IM_END = 1, 2
+END_OF_TEXT, IM_START, IM_END = 0, 1, 2
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +21,27 @@ def folder() -> Path:
 
 def test_every_file_names_the_end_of_a_turn(folder: Path) -> None:
     """C09: the end of a turn is an EOS in config, generation_config and tokenizer alike."""
-    for file in ("config.json", "generation_config.json"):
-        assert json.loads((folder / file).read_bytes())["eos_token_id"] == IM_END
+    assert json.loads((folder / "config.json").read_bytes())["eos_token_id"] == IM_END
+    assert IM_END in json.loads((folder / "generation_config.json").read_bytes())["eos_token_id"]
     assert json.loads((folder / "tokenizer_config.json").read_bytes())["eos_token"] == "<|im_end|>"
     info = read_model_info(folder, "smollm2")
-    assert info.eos_token_ids == (IM_END,)
+    assert info.eos_token_ids == (END_OF_TEXT, IM_END)
     assert info.bos_token_id == IM_START
     assert (info.architecture, info.vocab_size, info.max_model_len) == ("LlamaForCausalLM", 49152, 8192)
+
+
+def test_its_weights_are_all_there(folder: Path) -> None:
+    found = read_tensors(folder)
+    assert sum(stored.num_elements for stored in found.values()) == 134_515_008
+    assert "lm_head.weight" not in found  # the embeddings are the head
+
+
+def test_the_second_embedded_model_comes_from_its_parts() -> None:
+    folder = resolve("gemma3-270m")
+    info = read_model_info(folder, "gemma3-270m")
+    assert (info.architecture, info.vocab_size, info.max_model_len) == ("Gemma3ForCausalLM", 262_144, 32_768)
+    assert (info.bos_token_id, info.eos_token_ids) == (2, (1, 106))
+    assert sum(stored.num_elements for stored in read_tensors(folder).values()) == 268_098_176
 
 
 def test_the_tokenizer_splits_digits_and_loses_nothing(folder: Path) -> None:
