@@ -4,6 +4,8 @@
 PYTHON ?= python3
 # Alone and first: where pip is told of a CPU build (2.13.0+cpu, from an index or a folder of wheels) it prefers that.
 TORCH ?= torch==2.13.0
+# What the tests serve, beside models that they make.
+MODELS := smollm2 gemma3-270m
 # What `make test` hands to pytest, such as ARGS="tests/unit -k handoff".
 ARGS ?=
 
@@ -21,7 +23,7 @@ demo: .venv/installed
 	@$(BIN)/kvrelay demo
 
 test: .venv/installed-dev
-	@$(BIN)/python -c "from kvrelay.engine import model_store; model_store.resolve('smollm2', progress=True)"
+	@for model in $(MODELS); do $(BIN)/kvrelay model fetch $$model || exit; done
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: .venv/installed-dev

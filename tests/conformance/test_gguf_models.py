@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from kvrelay.engine.model_store import cache_folder
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]  # the first time it fetches
 
 FETCH_S, CONVERT_S = 1800, 600
 MAX_MEMORY_BYTES = 700 * 2**20
