@@ -1,6 +1,6 @@
 """A client of the router's gRPC: the one place here that knows the generated classes."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -73,6 +73,18 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """What is served, as the router tells it."""
+
+    model: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
     """A node, as the router sees it."""
 
@@ -103,22 +115,29 @@ class RouterClient:
 
     async def generate(
         self,
-        prompt: str,
+        prompt: str | Sequence[int],
         *,
         raw: bool = False,
         model: str = "",
         sampling: Mapping[str, Any] | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> AsyncIterator[Piece]:
-        """Stream one answer. `sampling` by SamplingParams' field names; a field that is absent has its default."""
+        """Stream one answer to a user's message, to a raw text, or to token ids.
+
+        `sampling` by SamplingParams' field names; a field that is absent has its default.
+        """
         request = inference_pb2.GenerateRequest(
             model=model,
             sampling=inference_pb2.SamplingParams(**(sampling or {})),
             priority=priority,
+            cache_salt=cache_salt,
             timeout_s=timeout_s,
         )
-        if raw:
+        if not isinstance(prompt, str):
+            request.token_ids.ids.extend(prompt)
+        elif raw:
             request.text = prompt
         else:
             request.chat.messages.add(role="user", content=prompt)
@@ -128,6 +147,21 @@ class RouterClient:
                 yield _read_piece(response)
         except grpc.aio.AioRpcError as error:
             raise self._translate(error) from error
+
+    async def model(self, *, timeout_s: float) -> ModelView:
+        """What is served."""
+        try:
+            told = await self._inference.GetModel(inference_pb2.GetModelRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        return ModelView(
+            model=told.model,
+            architecture=told.architecture,
+            vocab_size=told.vocab_size,
+            max_model_len=told.max_model_len,
+            eos_token_ids=tuple(told.eos_token_ids),
+            bos_token_id=told.bos_token_id if told.HasField("bos_token_id") else None,
+        )
 
     async def nodes(self, *, timeout_s: float) -> tuple[NodeView, ...]:
         """Who is registered now."""

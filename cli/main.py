@@ -46,6 +46,9 @@ clients of a router:
   generate    send prompts, stream the answers
   health      ask whether a router or a node serves
 
+measurements:
+  bench       put a load on a router, or measure the engine alone
+
 options:
   -h, --help  show this and exit; `kvrelay COMMAND --help` shows a command's own flags
   --version   show the version and exit
@@ -69,6 +72,16 @@ usage: kvrelay model COMMAND [OPTIONS]
 
 options:
   -h, --help  show this and exit; `kvrelay model COMMAND --help` shows a command's own flags
+"""
+
+_BENCH_HELP = """\
+usage: kvrelay bench COMMAND [OPTIONS]
+
+  serve       put a load on a running router: latencies, throughput, goodput
+  engine      measure decode and prefill in this process, without a network
+
+options:
+  -h, --help  show this and exit; `kvrelay bench COMMAND --help` shows a command's own flags
 """
 
 
@@ -184,13 +197,21 @@ def _health(arguments: Sequence[str]) -> int:
 
 
 def _model(arguments: Sequence[str]) -> int:
+    return _one_of("kvrelay model", _MODEL_COMMANDS, _MODEL_HELP, arguments)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    return _one_of("kvrelay bench", _BENCH_COMMANDS, _BENCH_HELP, arguments)
+
+
+def _one_of(
+    group: str, commands: dict[str, Callable[[Sequence[str]], int]], help_text: str, arguments: Sequence[str]
+) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command in ("-h", "--help"):
-        print(_MODEL_HELP, end="")
+        print(help_text, end="")
         return ExitCode.OK
-    if command not in _MODEL_COMMANDS:
-        return _refuse(command, "kvrelay model")
-    return _MODEL_COMMANDS[command](rest)
+    return commands[command](rest) if command in commands else _refuse(command, group)
 
 
 def _model_list(arguments: Sequence[str]) -> int:
@@ -220,10 +241,32 @@ def _model_show(arguments: Sequence[str]) -> int:
     return show_model(config)
 
 
+def _bench_serve(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import ServeBenchConfig
+
+    config = _parse(ServeBenchConfig, "bench serve", arguments)
+    from kvrelay.cli.bench_serve import run
+
+    return run(config)
+
+
+def _bench_engine(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import EngineBenchConfig
+
+    config = _parse(EngineBenchConfig, "bench engine", arguments)
+    from kvrelay.cli.bench_engine import run
+
+    return run(config)
+
+
 _MODEL_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _model_list,
     "fetch": _model_fetch,
     "show": _model_show,
+}
+_BENCH_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": _bench_serve,
+    "engine": _bench_engine,
 }
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "up": _up,
@@ -234,4 +277,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": _generate,
     "health": _health,
     "model": _model,
+    "bench": _bench,
 }

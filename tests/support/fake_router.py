@@ -1,6 +1,7 @@
 """A router's gRPC without nodes behind it: echoes each prompt word by word, and keeps what it was asked.
 
-Several choices echo in turn; every token is as likely as the next.
+Several choices echo in turn; every token is as likely as the next. A prompt of token ids is answered with as many
+tokens as it asks for, `tokens_per_message` at a time.
 """
 
 import contextlib
@@ -23,9 +24,18 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, node_pb2_grpc.ClusterServ
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.health = health.aio.HealthServicer()
         self.nodes: list[node_pb2.ClusterNode] = []
+        self.model = inference_pb2.GetModelResponse(
+            model="fake", architecture="FakeForCausalLM", vocab_size=100, max_model_len=128, eos_token_ids=[2, 5]
+        )
+        self.tokens_per_message = 1
+        self.failures: dict[int, str] = {}  # gRPC status of the n-th prompt of token ids, from 0
 
     async def Generate(self, request, context):  # noqa: N802
         self.requests.append(request)
+        if request.HasField("token_ids"):
+            async for response in self._count(request, context):
+                yield response
+            return
         prompt = request.text or request.chat.messages[0].content
         if prompt.startswith(FAIL):
             await context.abort(grpc.StatusCode[prompt.removeprefix(FAIL)], "as asked")
@@ -53,6 +63,25 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, node_pb2_grpc.ClusterServ
             timings=inference_pb2.Timings(ttft_ms=30, route_ms=1, prefill_ms=29, second_token_ms=40, total_ms=130),
             handoff=inference_pb2.HandoffReport(kv_bytes=368640, kv_blocks=1, transport="zmq", prefill_node="p"),
         )
+
+    async def _count(self, request, context):
+        """Answer a prompt of token ids."""
+        number = sum(earlier.HasField("token_ids") for earlier in self.requests) - 1
+        if number in self.failures:
+            await context.abort(grpc.StatusCode[self.failures[number]], "as asked")
+        num_prompt_tokens, num_tokens = len(request.token_ids.ids), request.sampling.max_tokens
+        for start in range(0, num_tokens, self.tokens_per_message):
+            token_ids = range(start, min(start + self.tokens_per_message, num_tokens))
+            yield inference_pb2.GenerateResponse(token_ids=token_ids, first_token_index=start)
+        yield inference_pb2.GenerateResponse(
+            finish_reason="length",
+            usage=inference_pb2.Usage(prompt_tokens=num_prompt_tokens, completion_tokens=num_tokens, cached_tokens=3),
+            timings=inference_pb2.Timings(ttft_ms=30, prefill_ms=29, exposed_transfer_ms=1.5, total_ms=130),
+            handoff=inference_pb2.HandoffReport(kv_bytes=368640, kv_blocks=1, transfer_ms=7, transport="zmq"),
+        )
+
+    async def GetModel(self, request, context):  # noqa: N802
+        return self.model
 
     async def GetCluster(self, request, context):  # noqa: N802
         return node_pb2.ClusterState(model="fake", nodes=self.nodes)

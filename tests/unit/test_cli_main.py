@@ -10,11 +10,13 @@ import pytest
 from kvrelay import __version__
 from kvrelay.cli.config import (
     DemoConfig,
+    EngineBenchConfig,
     GenerateConfig,
     HealthConfig,
     ModelFetchConfig,
     ModelListConfig,
     ModelShowConfig,
+    ServeBenchConfig,
     UpConfig,
 )
 from kvrelay.cli.main import ExitCode, exit_code, main
@@ -34,6 +36,8 @@ CONFIGS = {
     "model list": ModelListConfig,
     "model fetch": ModelFetchConfig,
     "model show": ModelShowConfig,
+    "bench serve": ServeBenchConfig,
+    "bench engine": EngineBenchConfig,
 }
 POSITIONAL = {"generate": "prompt", "health": "address", "model fetch": "model", "model show": "model"}
 REQUIRED = {"generate", "model fetch", "model show"}  # what is positional there has no default
@@ -46,10 +50,11 @@ def test_help_lists_every_command_and_exit_code(capsys: pytest.CaptureFixture[st
     assert all(f"\n  {code.value} " in shown for code in ExitCode)
 
 
-def test_the_help_of_model_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["model", "--help"]) == ExitCode.OK
+@pytest.mark.parametrize("group", ["model", "bench"])
+def test_the_help_of_a_group_lists_its_commands(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([group, "--help"]) == ExitCode.OK
     shown = capsys.readouterr().out
-    assert all(f"\n  {command.split()[1]} " in shown for command in CONFIGS if command.startswith("model "))
+    assert all(f"\n  {command.split()[1]} " in shown for command in CONFIGS if command.startswith(f"{group} "))
 
 
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,12 +62,21 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvrelay {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["nope"], ["--nope"], ["model"], ["model", "nope"], ["model", "--nope"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nope"],
+        ["--nope"],
+        *([group, *more] for group in ("model", "bench") for more in ([], ["nope"], ["--nope"])),
+    ],
+)
 def test_an_unknown_command_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == ExitCode.USAGE
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("kvrelay model: " if "model" in arguments else "kvrelay: ")
+    group = next((f" {group}" for group in ("model", "bench") if group in arguments), "")
+    assert captured.err.startswith(f"kvrelay{group}: ")
     assert captured.err.count("\n") == 1
 
 
@@ -109,6 +123,13 @@ def test_every_field_of_every_config_has_a_sentence(config: type) -> None:
         (["generate", "-", "-"], "prompt: standard input"),
         (["generate", "x", "--timeout-s", "0"], "timeout_s = 0.0"),
         (["model", "show", "x", "--kv-cache-size", "lots"], "size 'lots'"),
+        (["bench", "serve", "--concurrency", "0"], "concurrency = 0"),
+        (["bench", "serve", "--rate", "nan"], "rate = nan"),
+        (["bench", "serve", "--rate", "1", "--concurrency", "2"], "rate: an open loop"),
+        (["bench", "serve", "--input-len", "uniform:9:3"], "input_len = 'uniform:9:3'"),
+        (["bench", "serve", "--slo-ttft-ms", "0"], "slo_ttft_ms = 0.0"),
+        (["bench", "engine", "--repeats", "0"], "repeats = 0"),
+        (["bench", "engine", "--batch-sizes", "1", "0"], "batch_sizes = (1, 0)"),
     ],
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_2(

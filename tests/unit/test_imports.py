@@ -15,6 +15,7 @@ PACKAGE = ROOT / "src" / "kvrelay"
 LIGHT = frozenset(
     f"kvrelay.engine.{name}"
     for name in (
+        "block_hash",
         "clock",
         "config",
         "errors",
@@ -53,9 +54,9 @@ ALLOWED = {
     "router": {"router", "light"},
     "cli": {"cli", "light"},
 }
-# cli starts roles: their configs, and their mains when a role runs.
+# cli starts roles and the engine's benchmark: their configs, and their mains when one runs.
 CONFIGS = {f"kvrelay.{role}.config" for role in ("router", "node", "prefill_node", "decode_node")}
-MAINS = {f"kvrelay.{role}.main" for role in ("router", "prefill_node", "decode_node")}
+MAINS = {f"kvrelay.{role}.main" for role in ("router", "prefill_node", "decode_node")} | {"kvrelay.engine.bench"}
 
 # The edges, where generated protobuf classes stop.
 EDGES = {"router/nodes.py", "router/node_wire.py", "node/link.py", "cli/client.py"}
@@ -117,8 +118,10 @@ def _may_import_ours(file: str, module: str, at_top: bool) -> bool:
         return folder == "proto" or file in EDGES or Path(file).name in EDGE_NAMES
     if _name(file) in LIGHT:
         return module in LIGHT
+    if folder == "cli" and module in MAINS:
+        return not at_top
     if folder == "cli" and target != "cli" and target != "engine":
-        return module in CONFIGS or (module in MAINS and not at_top)
+        return module in CONFIGS
     if target == "engine" and "light" in ALLOWED[folder]:
         return module in LIGHT
     return target in ALLOWED[folder]
@@ -182,6 +185,8 @@ def test_every_light_module_that_is_named_here_exists_or_is_metrics() -> None:
         ("cli/main.py", "from kvrelay.router.main import run"),
         ("cli/main.py", "def f():\n    from kvrelay.router.dispatch import Dispatch"),
         ("cli/up.py", "from kvrelay.engine.model_runner import ModelRunner"),
+        ("cli/bench_engine.py", "from kvrelay.engine import bench"),
+        ("router/dispatch.py", "def f():\n    from kvrelay.engine import bench"),
     ],
 )
 def test_a_forbidden_import_is_seen(file: str, source: str) -> None:
@@ -199,6 +204,7 @@ def test_a_forbidden_import_is_seen(file: str, source: str) -> None:
         ("engine/model_store.py", "def f():\n    from huggingface_hub import snapshot_download"),
         ("kernels/triton/attention.py", "import triton"),
         ("cli/main.py", "def f():\n    from kvrelay.router.main import run"),
+        ("cli/bench_engine.py", "def f():\n    from kvrelay.engine import bench"),
         ("cli/config.py", "from kvrelay.engine.config import EngineConfig\nimport tyro"),
     ],
 )
@@ -213,6 +219,7 @@ def test_an_allowed_import_passes(file: str, source: str) -> None:
         ("kvrelay.router.main", {"torch", "transformers", "numpy"}),
         ("kvrelay.cli.main", {"torch", "transformers", "numpy", "grpc", "tyro"}),
         ("kvrelay.cli.up, kvrelay.cli.generate, kvrelay.cli.demo", {"torch", "transformers", "numpy"}),
+        ("kvrelay.cli.bench_serve, kvrelay.cli.bench_engine", {"torch", "transformers", "numpy"}),
         (", ".join(sorted(LIGHT - {"kvrelay.engine.metrics"})), {"torch", "numpy", "grpc", "zmq", "huggingface_hub"}),
     ],
 )
