@@ -38,7 +38,7 @@ def convert(gguf: Path, folder: Path, *, progress: bool) -> None:
         _write(folder / "generation_config.json", {name: ids for name, ids in generation.items() if ids is not None})
         limit = {"model_max_length": config["max_position_embeddings"]}
         _write(folder / "tokenizer_config.json", tokenizer.config | limit)
-        tokenizer.library.save(str(folder / "tokenizer.json"), pretty=False)
+        tokenizer.backend.save(str(folder / "tokenizer.json"), pretty=False)
         write_safetensors(folder, plans, progress=progress)
 
 

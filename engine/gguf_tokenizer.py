@@ -34,7 +34,7 @@ _PHI3_KEEP_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 class GgufTokenizer:
     """What a folder says of text."""
 
-    library: Tokenizer
+    backend: Tokenizer
     config: dict[str, Any]  # tokenizer_config.json
     token_ids: dict[str, int | None]  # bos_token_id, eos_token_id, pad_token_id
     end_token_ids: list[int]  # each ends a generation
@@ -67,7 +67,7 @@ def read_tokenizer(gguf: Gguf, vocab_size: int) -> GgufTokenizer:
     }
     template = _chat_template(gguf)
     return GgufTokenizer(
-        library=library,
+        backend=library,
         config=config | ({} if template is None else {"chat_template": template}),
         token_ids={f"{role}_token_id": ids[role] for role in ("bos", "eos", "pad")},
         end_token_ids=vocabulary.end_ids(),

@@ -41,8 +41,8 @@ def read(tmp_path: Path, vocabulary: Vocabulary, *, vocab_size: int = 10_000, ar
     finish(writer)
     with Gguf(tmp_path / "m.gguf") as file:
         found = read_tokenizer(file, vocab_size)
-    found.library.save(str(tmp_path / "tokenizer.json"))
-    found.library.from_file(str(tmp_path / "tokenizer.json"))
+    found.backend.save(str(tmp_path / "tokenizer.json"))
+    found.backend.from_file(str(tmp_path / "tokenizer.json"))
     return found
 
 
@@ -83,7 +83,7 @@ def test_text_is_cut_as_the_name_says(pre: str) -> None:
 def test_every_splitting_loses_nothing(pre: str, tmp_path: Path) -> None:
     found = read(tmp_path, byte_level_vocabulary(pre=pre))
     for text in TEXTS:
-        assert found.library.decode(found.library.encode(text).ids) == text
+        assert found.backend.decode(found.backend.encode(text).ids) == text
 
 
 @pytest.mark.parametrize(("pre", "oracle"), [("gpt-2", "GPT2Tokenizer"), ("qwen2", "Qwen2Tokenizer")])
@@ -92,7 +92,7 @@ def test_ids_are_those_of_transformers_with_the_same_vocabulary(pre: str, oracle
 
     merges = trained_merges()
     vocabulary = byte_level_vocabulary(pre=pre, merges=[f"{left} {right}" for left, right in merges])
-    found = read(tmp_path, vocabulary).library
+    found = read(tmp_path, vocabulary).backend
     ids = {token: i for i, token in enumerate(vocabulary.tokens)}
     tokens = {"unk_token": None, "bos_token": BOS, "eos_token": EOS, "pad_token": EOS}
     expected = getattr(transformers, oracle)(vocab=ids, merges=merges, **tokens)
@@ -114,9 +114,9 @@ def test_a_word_that_is_a_token_needs_no_merges_where_the_name_says_so(tmp_path:
     vocabulary = byte_level_vocabulary(pre="llama-bpe", merges=merges)
     tokens = [*vocabulary.tokens[:-2], "hell", BOS, EOS]
     word = Vocabulary("gpt2", tokens, [NORMAL] * (len(tokens) - 2) + [CONTROL] * 2, "llama-bpe", merges)
-    assert read(tmp_path, word).library.encode("hell").tokens == ["hell"]
+    assert read(tmp_path, word).backend.encode("hell").tokens == ["hell"]
     cut = Vocabulary("gpt2", tokens, word.kinds, "qwen2", merges)
-    assert read(tmp_path, cut).library.encode("hell").tokens == ["he", "ll"]
+    assert read(tmp_path, cut).backend.encode("hell").tokens == ["he", "ll"]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_added_tokens_are_found_in_text_and_stand_for_themselves(tmp_path: Path)
         ("<x>", USER_DEFINED),
     )
     found = read(tmp_path, with_added(*added, ("[PAD1]", UNUSED), ("[PAD2]", UNUSED)))
-    library = found.library
+    library = found.backend
     assert library.get_vocab_size() == 272 + 4  # tokens at the end that stand for nothing are left out
     encoded = library.encode("<|im_start|>a\n\n\n  <x>é", add_special_tokens=False)
     assert encoded.ids[0] == 272
@@ -181,7 +181,7 @@ def test_added_tokens_are_found_in_text_and_stand_for_themselves(tmp_path: Path)
 def test_the_router_spells_an_added_token_as_it_stands(tmp_path: Path) -> None:
     from kvrelay.router.pieces import Pieces
 
-    library = read(tmp_path, with_added(("<café>", USER_DEFINED), ("<｜end▁of▁text｜>", CONTROL))).library  # noqa: RUF001
+    library = read(tmp_path, with_added(("<café>", USER_DEFINED), ("<｜end▁of▁text｜>", CONTROL))).backend  # noqa: RUF001
     decoder = json.loads(library.to_str())["decoder"]
     contents = library.get_added_tokens_decoder().items()
     verbatim = {i: token.content for i, token in contents if library.model.id_to_token(i) is None}
@@ -201,8 +201,8 @@ def test_bos_is_added_once_if_the_file_or_the_kind_says_so(
     keys = {"bos_token_id": 270, "eos_token_id": 271} | ({} if said is None else {"add_bos_token": said})
     found = read(tmp_path, with_added(keys=keys, pre=pre))
     assert found.config["add_bos_token"] == expected
-    assert found.library.encode("a").tokens == ([BOS] if expected else []) + ["a"]
-    assert found.library.encode("a", add_special_tokens=False).tokens == ["a"]
+    assert found.backend.encode("a").tokens == ([BOS] if expected else []) + ["a"]
+    assert found.backend.encode("a", add_special_tokens=False).tokens == ["a"]
     assert (found.config["bos_token"], found.config["eos_token"]) == (BOS, EOS)
     assert found.token_ids == {"bos_token_id": 270, "eos_token_id": 271, "pad_token_id": None}
 
@@ -210,8 +210,8 @@ def test_bos_is_added_once_if_the_file_or_the_kind_says_so(
 def test_a_bos_of_any_letters_is_added(tmp_path: Path) -> None:
     keys = {"bos_token_id": 272, "add_bos_token": True, "eos_token_id": 273, "add_eos_token": True}
     found = read(tmp_path, with_added(("<s:1> $A", CONTROL), ("$A:", CONTROL), keys=keys))
-    assert found.library.encode("a").ids[0] == 272
-    assert found.library.encode("a").ids[-1] == 273
+    assert found.backend.encode("a").ids[0] == 272
+    assert found.backend.encode("a").ids[-1] == 273
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def sentencepiece_ids(text: str, vocabulary: Vocabulary) -> list[int]:
 @pytest.mark.parametrize("prefix", [True, False])
 def test_scores_become_the_merges_that_sentencepiece_would_do(prefix: bool, tmp_path: Path) -> None:
     vocabulary = sentencepiece_vocabulary(prefix=prefix)
-    library = read(tmp_path, vocabulary).library
+    library = read(tmp_path, vocabulary).backend
     for text in TEXTS:
         expected = sentencepiece_ids((" " if prefix and text else "") + text, vocabulary)
         assert library.encode(text, add_special_tokens=False).ids == expected
@@ -305,7 +305,7 @@ def test_ids_are_those_of_transformers_with_the_same_pieces(oracle: str, prefix:
     import transformers
 
     vocabulary = sentencepiece_vocabulary(prefix=prefix)
-    library = read(tmp_path, vocabulary).library
+    library = read(tmp_path, vocabulary).backend
     model = json.loads(library.to_str())["model"]
     merges = [(left, right) for left, right in model["merges"]]
     expected = getattr(transformers, oracle)(
@@ -320,7 +320,7 @@ def test_ids_are_those_of_transformers_with_the_same_pieces(oracle: str, prefix:
 def test_pieces_that_users_defined_are_found_before_any_merge(tmp_path: Path) -> None:
     """Gemma's runs of spaces: they are spaces in a text, whatever they are called in the file."""
     vocabulary = sentencepiece_vocabulary(prefix=False)
-    library = read(tmp_path, vocabulary).library
+    library = read(tmp_path, vocabulary).backend
     spaces, turn = len(vocabulary.tokens) - 1, len(vocabulary.tokens) - 2
     encoded = library.encode("<turn>a     b", add_special_tokens=True)
     assert encoded.ids[:2] == [1, turn]  # BOS by default
@@ -332,7 +332,7 @@ def test_phi3s_marks_take_the_white_space_behind_them(tmp_path: Path) -> None:
     """As its own tokenizer does; no key of the file says so."""
     vocabulary = sentencepiece_vocabulary(prefix=True)
     for arch, expected in (("phi3", "a"), ("llama", "\n")):
-        library = read(tmp_path, vocabulary, arch=arch).library
+        library = read(tmp_path, vocabulary, arch=arch).backend
         ids = library.encode("<turn>\na", add_special_tokens=False).ids
         assert library.decode(ids[1:]).lstrip(" ")[0] == expected
 
