@@ -30,8 +30,8 @@ from kvrelay.engine.engine import Engine, RowOutput, StepOutcome
 from kvrelay.engine.errors import Internal, KvrelayError, TransferFailed
 from kvrelay.engine.legs import Delta, HandoffReport, Leg, LegReport, Peer
 from kvrelay.engine.log import fields, get_logger
+from kvrelay.engine.planner import Admitted
 from kvrelay.engine.request import OutputToken, RequestKey, Sequence
-from kvrelay.engine.scheduler import Admitted
 from kvrelay.node.core import NodeCore, OnReport
 from kvrelay.node.report import Start
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import DeadlineExceeded, Internal, KvrelayError
 from kvrelay.engine.log import fields, get_logger
+from kvrelay.engine.planner import StepPlan
 from kvrelay.engine.request import Logprobs, OutputToken, Sequence, finish_reason
-from kvrelay.engine.scheduler import Scheduler, StepPlan
+from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.step import Executor, RowResult, Sampled, Scheduled
 
 log = get_logger(__name__)

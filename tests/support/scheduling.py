@@ -18,8 +18,9 @@ from kvrelay.engine.admission import Admission, LocalAdmission
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv_layout import blocks_for
+from kvrelay.engine.planner import StepPlan
 from kvrelay.engine.request import FinishReason, OutputToken, Request, RequestKey, SamplingParams, Sequence, Status
-from kvrelay.engine.scheduler import Scheduler, StepPlan
+from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.step import Scheduled
 from kvrelay.prefill_node.admission import PrefillAdmission
 

@@ -6,8 +6,9 @@ from support.scheduling import BLOCK_SIZE, World, local_world, make_config, make
 from kvrelay.engine.admission import LocalAdmission
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.errors import TooLarge
+from kvrelay.engine.planner import StepPlan
 from kvrelay.engine.request import Sequence, Status
-from kvrelay.engine.scheduler import Scheduler, StepPlan
+from kvrelay.engine.scheduler import Scheduler
 
 
 def num_new_tokens(plan: StepPlan) -> dict[Sequence, int]:

@@ -1,0 +1,207 @@
+"""Which sequences compute how many tokens in the next step, and which blocks they get, lose or share. Pure.
+
+A plan is made in one pass down the ranks, the running before the waiting:
+
+    running   oldest ---------------> youngest   each gets tokens, and a block where it crosses into one; where none is
+                                                 left, the youngest below gives way to it and is recomputed later
+    waiting   oldest ---------------> ...        started in order, none passing another, unless somebody gave way above
+
+A sequence that finds no room although all below it would give way keeps its blocks and skips the step: somebody above
+it, or a transfer, holds the rest and will be done. So the oldest always advances, and each preemption frees a block.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from kvrelay.engine.admission import Admission, Terms
+from kvrelay.engine.block_pool import BlockPool, Ledger
+from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.kv_layout import blocks_for
+from kvrelay.engine.request import Sequence
+from kvrelay.engine.step import Scheduled
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A waiting sequence starts: on these cached blocks, and on so many new ones behind them."""
+
+    sequence: Sequence
+    cached_block_ids: tuple[int, ...]
+    num_new_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A running sequence gets new blocks."""
+
+    sequence: Sequence
+    num_new_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the next step does. Empty: there is nothing to do until something changes from outside."""
+
+    preempted: tuple[Sequence, ...] = ()
+    growth: tuple[Growth, ...] = ()
+    admitted: tuple[Admitted, ...] = ()  # start to compute
+    grants: tuple[Admitted, ...] = ()  # start to wait for another node, which fills their blocks
+    scheduled: tuple[Scheduled, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.preempted or self.grants or self.scheduled)
+
+
+class Planner:
+    """One plan in the making: what it takes and gives is on a ledger."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        admission: Admission,
+        *,
+        running: Seq[Sequence],
+        waiting: Seq[Sequence],
+        seated: Seq[Sequence],
+    ) -> None:
+        """`running` and `waiting` by rank; `seated`: all that hold blocks and count towards max_num_seqs."""
+        self._pool = pool
+        self._admission = admission
+        self._running = running
+        self._waiting = waiting
+        self._seated = seated
+        self._ledger = Ledger(pool)
+        self._num_tokens_left = config.max_num_batched_tokens
+        self._num_seats_left = config.max_num_seqs - sum(map(admission.num_seats, seated))
+        self._preempted: dict[Sequence, None] = {}
+        self._growth: dict[Sequence, int] = {}
+        self._admitted: list[Admitted] = []
+        self._grants: list[Admitted] = []
+        self._scheduled: dict[Sequence, Scheduled] = {}
+
+    def result(self) -> StepPlan:
+        return StepPlan(
+            preempted=tuple(self._preempted),
+            growth=tuple(Growth(sequence, num_blocks) for sequence, num_blocks in self._growth.items()),
+            admitted=tuple(self._admitted),
+            grants=tuple(self._grants),
+            scheduled=tuple(self._scheduled.values()),
+        )
+
+    def schedule_running(self) -> None:
+        for index, sequence in enumerate(self._running):
+            if self._num_tokens_left == 0:
+                return
+            if sequence in self._preempted:
+                continue
+            num_behind = len(self._running) - index - 1
+            # Each one behind is left a token: a long prompt does not hold up those that decode.
+            start, limit = sequence.num_computed_tokens, max(1, self._num_tokens_left - num_behind)
+            end = min(sequence.num_tokens, start + limit)
+            num_new_blocks = blocks_for(end, self._pool.block_size) - len(sequence.block_table)
+            if num_new_blocks > 0:
+                if not self._fits(num_new_blocks) and not self._make_room(self._running[index + 1 :], num_new_blocks):
+                    continue
+                self._ledger.allocate(num_new_blocks)
+                self._growth[sequence] = num_new_blocks
+            self._schedule(sequence, start, end)
+
+    def admit_waiting(self) -> None:
+        for sequence in self._waiting:
+            # Room that somebody gave way for is not for the next in the queue.
+            if self._preempted or not self._admit(sequence):
+                return
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Start a sequence, or say that nobody behind it may start either."""
+        terms, num_seats = self._admission.terms(sequence), self._admission.num_seats(sequence)
+        num_spare = self._num_spare_blocks(sequence)
+        if terms.computes and self._num_tokens_left == 0:
+            return self._claim(terms, num_spare, num_seats)
+        cached = self._pool.lookup(sequence.block_hashes[: terms.max_cached_blocks])
+        num_new_blocks = terms.num_blocks - len(cached)
+        self._ledger.acquire(cached)
+        if not self._fits(num_new_blocks + num_spare, num_seats):
+            lower = [other for other in self._running if other.request.priority > sequence.request.priority]
+            if not self._make_room(lower, num_new_blocks + num_spare, num_seats):
+                self._ledger.release(cached)
+                return False
+        self._ledger.allocate(num_new_blocks)
+        self._num_seats_left -= num_seats
+        admitted = Admitted(sequence, tuple(cached), num_new_blocks)
+        if terms.computes:
+            start = len(cached) * self._pool.block_size
+            self._admitted.append(admitted)
+            self._schedule(sequence, start, min(sequence.num_tokens, start + self._num_tokens_left))
+        else:
+            self._grants.append(admitted)
+        return True
+
+    def _claim(self, terms: Terms, num_spare: int, num_seats: int) -> bool:
+        """Keep the place of a sequence that lacks nothing but tokens of this step: those behind that need none may
+        start in what it leaves."""
+        fits = self._fits(terms.num_blocks + num_spare, num_seats)
+        self._ledger.allocate(terms.num_blocks)
+        self._num_seats_left -= num_seats
+        return fits
+
+    def _num_spare_blocks(self, sequence: Sequence) -> int:
+        """The watermark, unless this sequence is the oldest: it never waits for the sake of others."""
+        rank = sequence.rank
+        if self._admitted or self._grants or any(other.rank < rank for other in self._seated):
+            return self._admission.watermark_blocks(self._pool.num_blocks)
+        return 0
+
+    def _fits(self, num_blocks: int, num_seats: int = 0) -> bool:
+        return self._ledger.num_free >= num_blocks and self._num_seats_left >= num_seats
+
+    def _make_room(self, candidates: Seq[Sequence], num_blocks: int, num_seats: int = 0) -> bool:
+        """Preempt as few of the candidates as give the room, the lowest ranks first; none if all would not do.
+
+        One whose blocks others hold too (sharers, a transfer) would free nothing and is passed over.
+        """
+        victims: list[Sequence] = []
+        for candidate in reversed(candidates):
+            if self._fits(num_blocks, num_seats):
+                break
+            if candidate not in self._preempted and self._give_way(candidate):
+                victims.append(candidate)
+        enough = self._fits(num_blocks, num_seats)
+        for victim in reversed(victims):
+            self._stay(victim)
+            if enough and not self._fits(num_blocks, num_seats):
+                self._give_way(victim)
+        for victim in victims:
+            if victim in self._preempted:
+                self._unschedule(victim)
+        return enough
+
+    def _give_way(self, sequence: Sequence) -> bool:
+        """Count a sequence as preempted; not if that would free no block."""
+        if self._ledger.release(sequence.block_table) == 0:
+            self._ledger.acquire(sequence.block_table)
+            return False
+        self._ledger.allocate(-self._growth.get(sequence, 0))
+        self._num_seats_left += self._admission.num_seats(sequence)
+        self._preempted[sequence] = None
+        return True
+
+    def _stay(self, sequence: Sequence) -> None:
+        """Undo `_give_way`."""
+        self._ledger.acquire(sequence.block_table)
+        self._ledger.allocate(self._growth.get(sequence, 0))
+        self._num_seats_left -= self._admission.num_seats(sequence)
+        del self._preempted[sequence]
+
+    def _schedule(self, sequence: Sequence, start: int, end: int) -> None:
+        self._scheduled[sequence] = Scheduled(sequence, start, end)
+        self._num_tokens_left -= end - start
+
+    def _unschedule(self, sequence: Sequence) -> None:
+        """Take back what this plan had for a sequence that is preempted after all."""
+        self._growth.pop(sequence, None)
+        row = self._scheduled.pop(sequence, None)
+        if row is not None:
+            self._num_tokens_left += row.num_new_tokens
