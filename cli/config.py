@@ -100,7 +100,7 @@ class GenerateConfig:
     prompt_logprobs: int | None = None
     """With --json: the same for the prompt's tokens."""
     priority: int = 0
-    """Lower runs first."""
+    """Lower runs first; waiting makes up for it."""
     timeout_s: float | None = None
     """Time limit of each answer."""
     json: bool = False

@@ -24,6 +24,7 @@ _NOT_NEGATIVE = (
     "max_logprobs",
     "max_bad_words",
     "max_bad_word_length",
+    "max_priority",
     "drain_timeout_s",
 )
 _AT_MOST = (("max_choices", MAX_CHOICES), ("max_logprobs", MAX_LOGPROBS))
@@ -80,6 +81,8 @@ class RouterConfig:
     """Most tokens a position whose log-probabilities one request may ask for, of the output and of the prompt."""
     max_choices: int = 16
     """Most choices (n) of one request."""
+    max_priority: int = 100
+    """Highest and, below zero, lowest priority that a request may name."""
     max_id_length: int = 256
     """Longest request id and longest cache salt, in characters."""
     node_lease_s: float = 5.0

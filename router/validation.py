@@ -46,6 +46,7 @@ def check_request(raw: RawRequest, limits: Limits) -> None:
     _check_name("cache_salt", raw.cache_salt, config.max_id_length)
     if raw.timeout_s is not None and not 0 < raw.timeout_s <= config.max_timeout_s:
         raise InvalidArgument("timeout_s", raw.timeout_s, f"must be in (0, {config.max_timeout_s:g}]")
+    _between("priority", raw.priority, -config.max_priority, config.max_priority)
     if raw.trace is not None:
         _check_trace(raw.trace)
     check_prompt(raw.prompt, limits)

@@ -23,6 +23,7 @@ from kvrelay.router.config import RouterConfig
         ("max_logprobs", -1),
         ("max_logprobs", 65),
         ("max_bad_words", -1),
+        ("max_priority", -1),
         ("node_lease_s", 0.0),
         ("default_timeout_s", float("nan")),
         ("max_timeout_s", 1.0),

@@ -190,6 +190,7 @@ def test_min_tokens_above_max_tokens_is_refused_whether_given_or_resolved() -> N
 @pytest.mark.parametrize(
     ("field", "good", "bad"),
     [
+        ("priority", [0, 100, -100], [101, -101, 2**63 - 1, -(2**63)]),
         ("timeout_s", [1e-3, 3600.0], [0.0, -1.0, NAN, INF, 3601.0]),
         ("request_id", ["", "x" * 256, "Größe 😀"], ["x" * 257, "a\0", "a\nb", "\x7f", "\ud83d"]),
         ("cache_salt", ["x" * 256], ["x" * 257, "\0", "\udc00"]),
