@@ -58,9 +58,9 @@ class LocalAdmission:
         return sequence.num_choices
 
     def most_blocks(self, request: Request) -> int:
-        num_prompt_tokens, sampling = len(request.prompt_token_ids), request.sampling
-        alone = blocks_for(num_prompt_tokens + sampling.max_tokens, self.block_size)
-        return max(alone, self.blocks_to_start(num_prompt_tokens, sampling.n))
+        sampling = request.sampling
+        alone = blocks_for(len(request.prompt_token_ids) + sampling.max_tokens, self.block_size)
+        return max(alone, self.blocks_to_start(request.num_tokens, sampling.n))
 
     def blocks_to_start(self, num_tokens: int, num_choices: int) -> int:
         """Blocks for so many tokens and the next one of each choice."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from kvrelay.engine.errors import ConfigError
 
+MAX_AGEING_S = 1e6
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -61,6 +62,10 @@ class EngineConfig:
     """Most sequences in one step."""
     max_num_batched_tokens: int = 512
     """Most tokens computed in one step; longer prompts are computed in chunks."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in one step, so that short ones are not held up behind it; 0: no limit."""
+    priority_ageing_s: float = 60.0
+    """A request that has waited so much longer ranks with those of a priority one lower; 0: it never does."""
     prefix_caching: bool = True
     """Reuse the KV blocks of equal prompt prefixes."""
     watermark: float = 0.05
@@ -70,9 +75,11 @@ class EngineConfig:
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("threads", "num_blocks", "max_model_len"):
+        for name in ("threads", "num_blocks", "max_model_len", "long_prefill_token_threshold"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must not be negative")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark = {self.watermark}: must be in [0, 1)")
+        if not 0.0 <= self.priority_ageing_s <= MAX_AGEING_S:
+            raise ConfigError(f"priority_ageing_s = {self.priority_ageing_s}: must be in [0, {MAX_AGEING_S:g}]")
         parse_size(self.kv_cache_size)

@@ -6,6 +6,7 @@ A plan is made in one pass down the ranks, the running before the waiting:
                                                  left, the youngest below gives way to it and is recomputed later
     waiting   oldest ---------------> ...        started in order, none passing another, unless somebody gave way above
 
+Old and young are meant by rank: `engine/ranking.py`.
 A sequence that finds no room although all below it would give way keeps its blocks and skips the step: somebody above
 it, or a transfer, holds the rest and will be done. So the oldest always advances, and each preemption frees a block.
 """
@@ -17,6 +18,7 @@ from kvrelay.engine.admission import Admission, Terms
 from kvrelay.engine.block_pool import BlockPool, Ledger
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.kv_layout import blocks_for
+from kvrelay.engine.ranking import Ranking
 from kvrelay.engine.request import Sequence
 from kvrelay.engine.step import Scheduled
 
@@ -42,7 +44,7 @@ class Growth:
 class StepPlan:
     """What the next step does. Empty: there is nothing to do until something changes from outside."""
 
-    preempted: tuple[Sequence, ...] = ()
+    preempted: tuple[Sequence, ...] = ()  # youngest first: what it leaves cached is evicted first
     growth: tuple[Growth, ...] = ()
     admitted: tuple[Admitted, ...] = ()  # start to compute
     grants: tuple[Admitted, ...] = ()  # start to wait for another node, which fills their blocks
@@ -61,6 +63,7 @@ class Planner:
         config: EngineConfig,
         pool: BlockPool,
         admission: Admission,
+        ranking: Ranking,
         *,
         running: Seq[Sequence],
         waiting: Seq[Sequence],
@@ -69,13 +72,16 @@ class Planner:
         """`running` and `waiting` by rank; `seated`: all that hold blocks and count towards max_num_seqs."""
         self._pool = pool
         self._admission = admission
+        self._ranking = ranking
         self._running = running
         self._waiting = waiting
         self._seated = seated
         self._ledger = Ledger(pool)
+        self._config = config
         self._num_tokens_left = config.max_num_batched_tokens
         self._num_seats_left = config.max_num_seqs - sum(map(admission.num_seats, seated))
-        self._preempted: dict[Sequence, None] = {}
+        self._lacks_tokens = False  # somebody before the one looked at does
+        self._preempted: set[Sequence] = set()
         self._growth: dict[Sequence, int] = {}
         self._admitted: list[Admitted] = []
         self._grants: list[Admitted] = []
@@ -83,7 +89,7 @@ class Planner:
 
     def result(self) -> StepPlan:
         return StepPlan(
-            preempted=tuple(self._preempted),
+            preempted=tuple(sequence for sequence in reversed(self._running) if sequence in self._preempted),
             growth=tuple(Growth(sequence, num_blocks) for sequence, num_blocks in self._growth.items()),
             admitted=tuple(self._admitted),
             grants=tuple(self._grants),
@@ -98,8 +104,8 @@ class Planner:
                 continue
             num_behind = len(self._running) - index - 1
             # Each one behind is left a token: a long prompt does not hold up those that decode.
-            start, limit = sequence.num_computed_tokens, max(1, self._num_tokens_left - num_behind)
-            end = min(sequence.num_tokens, start + limit)
+            start = sequence.num_computed_tokens
+            end = self._chunk_end(sequence, start, max(1, self._num_tokens_left - num_behind))
             num_new_blocks = blocks_for(end, self._pool.block_size) - len(sequence.block_table)
             if num_new_blocks > 0:
                 if not self._fits(num_new_blocks) and not self._make_room(self._running[index + 1 :], num_new_blocks):
@@ -120,11 +126,13 @@ class Planner:
         num_spare = self._num_spare_blocks(sequence)
         if terms.computes and self._num_tokens_left == 0:
             return self._claim(terms, num_spare, num_seats)
+        if self._lacks_tokens and not self._leaves_tokens(num_seats):
+            return False
         cached = self._pool.lookup(sequence.block_hashes[: terms.max_cached_blocks])
         num_new_blocks = terms.num_blocks - len(cached)
         self._ledger.acquire(cached)
         if not self._fits(num_new_blocks + num_spare, num_seats):
-            lower = [other for other in self._running if other.request.priority > sequence.request.priority]
+            lower = [other for other in self._running if self._ranking.may_displace(sequence, other)]
             if not self._make_room(lower, num_new_blocks + num_spare, num_seats):
                 self._ledger.release(cached)
                 return False
@@ -134,23 +142,30 @@ class Planner:
         if terms.computes:
             start = len(cached) * self._pool.block_size
             self._admitted.append(admitted)
-            self._schedule(sequence, start, min(sequence.num_tokens, start + self._num_tokens_left))
+            self._schedule(sequence, start, self._chunk_end(sequence, start, self._num_tokens_left))
         else:
             self._grants.append(admitted)
         return True
 
     def _claim(self, terms: Terms, num_spare: int, num_seats: int) -> bool:
         """Keep the place of a sequence that lacks nothing but tokens of this step: those behind that need none may
-        start in what it leaves."""
+        start in what it leaves, as long as they leave it tokens of later steps."""
+        self._lacks_tokens = True
         fits = self._fits(terms.num_blocks + num_spare, num_seats)
         self._ledger.allocate(terms.num_blocks)
         self._num_seats_left -= num_seats
         return fits
 
+    def _leaves_tokens(self, num_seats: int) -> bool:
+        """Whether a step still has a token for each once so many seats more are taken: else those who pass would land
+        and take them all, and so would the next who pass, for ever."""
+        num_seats_taken = self._config.max_num_seqs - self._num_seats_left
+        return num_seats_taken + num_seats <= self._config.max_num_batched_tokens
+
     def _num_spare_blocks(self, sequence: Sequence) -> int:
         """The watermark, unless this sequence is the oldest: it never waits for the sake of others."""
-        rank = sequence.rank
-        if self._admitted or self._grants or any(other.rank < rank for other in self._seated):
+        rank = self._ranking.rank(sequence)
+        if sequence is not self._waiting[0] or any(self._ranking.rank(other) < rank for other in self._seated):
             return self._admission.watermark_blocks(self._pool.num_blocks)
         return 0
 
@@ -185,7 +200,7 @@ class Planner:
             return False
         self._ledger.allocate(-self._growth.get(sequence, 0))
         self._num_seats_left += self._admission.num_seats(sequence)
-        self._preempted[sequence] = None
+        self._preempted.add(sequence)
         return True
 
     def _stay(self, sequence: Sequence) -> None:
@@ -193,7 +208,12 @@ class Planner:
         self._ledger.acquire(sequence.block_table)
         self._ledger.allocate(self._growth.get(sequence, 0))
         self._num_seats_left -= self._admission.num_seats(sequence)
-        del self._preempted[sequence]
+        self._preempted.remove(sequence)
+
+    def _chunk_end(self, sequence: Sequence, start: int, limit: int) -> int:
+        """How far a sequence is computed that may have so many tokens of this step."""
+        threshold = self._config.long_prefill_token_threshold
+        return min(sequence.num_tokens, start + (min(limit, threshold) if threshold else limit))
 
     def _schedule(self, sequence: Sequence, start: int, end: int) -> None:
         self._scheduled[sequence] = Scheduled(sequence, start, end)

@@ -80,7 +80,7 @@ class Request:
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()  # of a resumed choice: its output so far
     choice: int = 0  # of a resumed choice: which one it is
-    priority: int = 0  # lower runs first
+    priority: int = 0  # lower runs first; see engine/ranking.py
     arrival: float = 0.0  # this process's clock: when it came in
     deadline: float = float("inf")  # this process's clock
     cache_salt: str = ""
@@ -153,11 +153,6 @@ class Sequence:
     def choices(self) -> range:
         """The choices that it stands for."""
         return range(self.choice, self.choice + self.num_choices)
-
-    @property
-    def rank(self) -> tuple[int, float, RequestKey, int]:
-        """Order of service, lowest first: priority, then arrival. Total: no two sequences share one."""
-        return (self.request.priority, self.request.arrival, self.request.key, self.choice)
 
 
 def finish_reason(

@@ -5,10 +5,9 @@ nothing (`engine/planner.py`); `apply` carries the plan out, before anything els
 takes in what was computed. Knows no network and no tensor; what differs between roles is the admission policy.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from kvrelay.engine.admission import Admission
 from kvrelay.engine.block_hash import extend_block_hashes, root_hash
@@ -16,10 +15,9 @@ from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.errors import TooLarge
 from kvrelay.engine.planner import Admitted, Planner, StepPlan
+from kvrelay.engine.ranking import Ranking
 from kvrelay.engine.request import OutputToken, Request, Sequence, Status
 from kvrelay.engine.step import Scheduled
-
-_rank = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +40,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.admission = admission
+        self.ranking = Ranking(config.priority_ageing_s)
         self.waiting: list[Sequence] = []  # by rank, without blocks, block_hashes complete
         self.running: list[Sequence] = []  # by rank
         self._num_preemptions = 0
@@ -73,7 +72,13 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """Decide the next step. Pure."""
         planner = Planner(
-            self.config, self.pool, self.admission, running=self.running, waiting=self.waiting, seated=self.seated()
+            self.config,
+            self.pool,
+            self.admission,
+            self.ranking,
+            running=self.running,
+            waiting=self.waiting,
+            seated=self.seated(),
         )
         planner.schedule_running()
         planner.admit_waiting()
@@ -159,7 +164,7 @@ class Scheduler:
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
-        insort(self.running, sequence, key=_rank)
+        insort(self.running, sequence, key=self.ranking.rank)
 
     def _grant(self, sequence: Sequence) -> None:
         raise AssertionError(f"{sequence.key} waits for KV, and nobody here receives any")
@@ -167,7 +172,7 @@ class Scheduler:
     def _enqueue(self, sequence: Sequence) -> None:
         self._extend_hashes(sequence)
         sequence.status = Status.WAITING
-        insort(self.waiting, sequence, key=_rank)
+        insort(self.waiting, sequence, key=self.ranking.rank)
 
     def _start(self, start: Admitted) -> None:
         sequence = start.sequence
@@ -208,6 +213,5 @@ class Scheduler:
 
 
 def _remove(sequences: list[Sequence], sequence: Sequence) -> None:
-    index = bisect_left(sequences, sequence.rank, key=_rank)
-    assert sequences[index : index + 1] == [sequence], f"{sequence.key} is not where its status says"
-    del sequences[index]
+    assert sequence in sequences, f"{sequence.key} is not where its status says"
+    sequences.remove(sequence)

@@ -2,7 +2,7 @@
 
 Its KV cache is a dict of slots. What a slot should hold depends on every token up to its position and on the salt, as
 real KV does; each row's whole context is compared before it is computed, so a block that is shared, evicted, freed or
-written wrongly is noticed by whoever reads it.
+written wrongly is noticed by whoever reads it. Beside the scheduler runs a naive one: after every move both agree.
 """
 
 from collections import Counter
@@ -11,12 +11,16 @@ from itertools import count
 from typing import Any
 from zlib import crc32
 
+from support.naive_scheduler import NaiveScheduler, Role
+from support.naive_twin import check_agrees, in_names, naive_sequence, name_of, rules_of
+
 from kvrelay.connector.base import GrantPlan
 from kvrelay.decode_node.admission import grant_plan
 from kvrelay.decode_node.scheduler import DecodeScheduler
-from kvrelay.engine.admission import Admission, LocalAdmission
+from kvrelay.engine.admission import LocalAdmission
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.errors import TooLarge
 from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.planner import StepPlan
 from kvrelay.engine.request import FinishReason, OutputToken, Request, RequestKey, SamplingParams, Sequence, Status
@@ -54,9 +58,12 @@ def make_config(
 class World:
     """One node's scheduler, its sequences, its transfers and its slots of KV."""
 
+    role: Role = "local"
+
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.pool = scheduler.pool
+        self.naive = NaiveScheduler(rules_of(scheduler, self.role))
         self.sequences: list[Sequence] = []  # in order of arrival or fork, the ended ones too
         self.expected: list[Sequence] = []
         self.remote: dict[Sequence, GrantPlan] = {}
@@ -71,17 +78,26 @@ class World:
     def arrive(self, prompt: Iterable[int], *, remote: bool = False, **options: Any) -> Sequence:
         """A request comes in; `remote`: on a decode node, for its second leg. Raises what the scheduler raises."""
         sequence = make_sequence(prompt, number=next(self._numbers), **options)
-        if remote:
-            self._decode.expect(sequence)
-            self.expected.append(sequence)
-        else:
-            self.scheduler.add(sequence)
+        sampling = sequence.request.sampling
+        fits = self.naive.can_ever_fit(sequence.num_tokens, sampling.max_tokens, sampling.n)
+        try:
+            if remote:
+                self._decode.expect(sequence)
+                self.expected.append(sequence)
+            else:
+                self.scheduler.add(sequence)
+        except TooLarge:
+            assert not fits, "what could run is refused"
+            raise
+        assert fits, "what can never run is not refused"
         self.sequences.append(sequence)
+        self.naive.arrive(naive_sequence(sequence, remote=remote))
         return sequence
 
     def offer(self, sequence: Sequence) -> None:
         self.expected.remove(sequence)
         self._decode.offered(sequence)
+        self.naive.offer(name_of(sequence))
 
     def land(self, sequence: Sequence) -> None:
         """The transfer has written what was granted, and ends; well, unless every first token was a last one."""
@@ -90,26 +106,32 @@ class World:
         tokens = self._sample(sequence)
         if all(token.finish_reason for token in tokens):
             self._decode.give_back(sequence)
+            self.naive.fail(name_of(sequence))
         else:
             self._decode.landed(sequence)
+            self.naive.land(name_of(sequence))
             self._take(sequence, tokens)
 
     def fail(self, sequence: Sequence) -> None:
         """The transfer ends without landing; to the very end it may have written."""
         self._scribble(self.remote.pop(sequence))
         self._decode.give_back(sequence)
+        self.naive.fail(name_of(sequence))
 
     def cancel(self, sequence: Sequence) -> None:
         if sequence in self.expected:
             self.expected.remove(sequence)
         if sequence in self.remote:
             self.ended_remote[sequence] = self.remote.pop(sequence)
+        if sequence.status is not Status.FINISHED:
+            self.naive.cancel(name_of(sequence))
         self.scheduler.abort(sequence)
 
     def end_transfer(self, sequence: Sequence) -> None:
         """The last write of a cancelled transfer has been made."""
         self._scribble(self.ended_remote.pop(sequence))
         self._decode.give_back(sequence)
+        self.naive.unpin(name_of(sequence))
 
     def step(self) -> StepPlan:
         """Plan, check, apply, compute, advance, sample."""
@@ -117,15 +139,19 @@ class World:
         plan = self.scheduler.plan()
         assert plan == self.scheduler.plan(), "planning twice gives two plans"
         assert fingerprint(self) == before, "planning changed something"
+        decision = self.naive.decide()
+        assert in_names(plan) == decision
         self._check_plan(plan)
         scheduled = self.scheduler.apply(plan)
         for start in plan.grants:
             assert start.sequence.num_preemptions == 0, "it had landed already"
             self.remote[start.sequence] = grant_plan(start.sequence, self.pool.block_size)
+        self.naive.carry_out(decision)
         self._check_applied(plan)
         self._started(plan)
         self._compute(scheduled)
         self.scheduler.advance(scheduled)
+        self.naive.advance(decision)
         for row in scheduled:
             if row.samples:
                 self._take(row.sequence, self._sample(row.sequence))
@@ -173,7 +199,7 @@ class World:
         references.update(self.held_by_transfers())
         assert references == {b: pool.num_references(b) for b in range(pool.num_blocks) if pool.num_references(b)}
         for queue, status in ((scheduler.running, Status.RUNNING), (scheduler.waiting, Status.WAITING)):
-            ranks = [sequence.rank for sequence in queue]
+            ranks = list(map(scheduler.ranking.rank, queue))
             assert ranks == sorted(set(ranks))
             assert all(sequence.status is status for sequence in queue)
         seated = (*scheduler.running, *self.remote)
@@ -186,9 +212,10 @@ class World:
             assert sequence.num_preemptions <= len(self.sequences), "preempted again and again"
             holds = sequence in self.remote or sequence in self.ended_remote or sequence.status is Status.RUNNING
             assert holds or not sequence.block_table
+        check_agrees(self.scheduler, self.naive, self.live(), self.expected)
 
     def _check_plan(self, plan: StepPlan) -> None:
-        scheduler, pool = self.scheduler, self.pool
+        scheduler, pool, rank = self.scheduler, self.pool, self.scheduler.ranking.rank
         assert sum(row.num_new_tokens for row in plan.scheduled) <= scheduler.config.max_num_batched_tokens
         assert all(row.num_new_tokens > 0 for row in plan.scheduled)
         rows = [row.sequence for row in plan.scheduled]
@@ -199,15 +226,18 @@ class World:
             assert victim in scheduler.running
             assert victim not in served, "it gives way and gets blocks"
             assert victim not in rows, "it gives way and computes"
-            assert any(sequence.rank < victim.rank for sequence in served), "nobody above it got anything"
-            assert all(start.request.priority < victim.request.priority for start in starts)
+            assert any(rank(sequence) < rank(victim) for sequence in served), "nobody above it got anything"
+            if starts:  # then it was for the last of them
+                last = max(starts, key=rank)
+                assert last.request.priority < victim.request.priority
+                assert rank(last) < rank(victim)
             lost = Counter(b for other in plan.preempted for b in other.block_table)
             assert any(pool.num_references(b) == lost[b] for b in victim.block_table), "it gives way for nothing"
         num_tokens = sum(row.num_new_tokens for row in plan.scheduled)
         # Those who give way give their tokens back, when whoever lacked them has been passed already.
         lacks_tokens = num_tokens == scheduler.config.max_num_batched_tokens or bool(plan.preempted)
         for sequence in scheduler.waiting:
-            behind = [other for other in starts if other.rank > sequence.rank and sequence not in starts]
+            behind = [other for other in starts if rank(other) > rank(sequence) and sequence not in starts]
             assert all(other.awaits_kv for other in behind), "one that computes passed another"
             assert not behind or (lacks_tokens and not sequence.awaits_kv), "one passed another"
         if scheduler.running and scheduler.running[0] not in (*rows, *plan.preempted):
@@ -222,15 +252,15 @@ class World:
             assert all(self.pool.num_references(b) > 1 for b in other.block_table), "somebody could have given way"
 
     def _check_applied(self, plan: StepPlan) -> None:
-        scheduler, pool = self.scheduler, self.pool
+        scheduler, pool, rank = self.scheduler, self.pool, self.scheduler.ranking.rank
         for row in plan.scheduled:
             assert row.start == row.sequence.num_computed_tokens
             assert row.end <= row.sequence.num_tokens
             assert row.end <= len(row.sequence.block_table) * pool.block_size
         starts = [start.sequence for start in (*plan.admitted, *plan.grants)]
         if starts:
-            youngest = max(starts, key=lambda sequence: sequence.rank)
-            if any(sequence.rank < youngest.rank for sequence in (*scheduler.running, *self.remote)):
+            youngest = max(map(rank, starts))
+            if any(rank(sequence) < youngest for sequence in (*scheduler.running, *self.remote)):
                 assert pool.num_free >= scheduler.admission.watermark_blocks(pool.num_blocks)
         for sequence in starts:
             assert len(sequence.block_table) == scheduler.admission.terms(sequence).num_blocks
@@ -243,6 +273,10 @@ class World:
     def _take(self, sequence: Sequence, tokens: list[OutputToken]) -> None:
         """What an engine does with what was sampled."""
         going_on = [token for token in tokens if token.finish_reason is None]
+        if going_on:
+            self.naive.take(name_of(sequence), {token.choice: token.token_id for token in going_on})
+        else:
+            self.naive.end(name_of(sequence))
         if sequence.num_choices == 1 or not going_on:
             sequence.token_ids.append(tokens[0].token_id)
             if not going_on:
@@ -315,6 +349,8 @@ class World:
 class PrefillWorld(World):
     """A prefill node: it pins what it offers, and is done with a prompt at its first token."""
 
+    role = "prefill"
+
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__(scheduler)
         self.pins: dict[Sequence, tuple[int, ...]] = {}
@@ -325,6 +361,7 @@ class PrefillWorld(World):
         if sequence.num_computed_tokens == sequence.request.num_tokens:
             self.check_kv(sequence, pinned, sequence.request.num_tokens)
         self.pool.release(pinned)
+        self.naive.unpin(name_of(sequence))
 
     def end_transfers(self) -> None:
         for sequence in [s for s in self.pins if s.status is Status.FINISHED]:
@@ -341,20 +378,28 @@ class PrefillWorld(World):
             assert len(pinned) * self.pool.block_size >= start.sequence.num_tokens
             self.pool.acquire(pinned)
             self.pins[start.sequence] = pinned
+            self.naive.pin(name_of(start.sequence))
 
     def _take(self, sequence: Sequence, tokens: list[OutputToken]) -> None:
+        self.naive.end(name_of(sequence))
         self.scheduler.finish(sequence)
 
 
-def local_world(num_blocks: int, *, admission: Admission | None = None, **options: Any) -> World:
+class DecodeWorld(World):
+    """A decode node."""
+
+    role = "decode"
+
+
+def local_world(num_blocks: int, **options: Any) -> World:
     config = make_config(**options)
     pool = BlockPool(num_blocks, BLOCK_SIZE, prefix_caching=config.prefix_caching)
-    return World(Scheduler(config, pool, admission or LocalAdmission(BLOCK_SIZE, config.watermark)))
+    return World(Scheduler(config, pool, LocalAdmission(BLOCK_SIZE, config.watermark)))
 
 
 def decode_world(num_blocks: int, **options: Any) -> World:
     config = make_config(**options)
-    return World(DecodeScheduler(config, BlockPool(num_blocks, BLOCK_SIZE, prefix_caching=config.prefix_caching)))
+    return DecodeWorld(DecodeScheduler(config, BlockPool(num_blocks, BLOCK_SIZE, prefix_caching=config.prefix_caching)))
 
 
 def prefill_world(num_blocks: int, **options: Any) -> PrefillWorld:

@@ -119,8 +119,8 @@ def test_a_local_prompt_that_lacks_only_tokens_of_the_step_keeps_its_room() -> N
 
 def test_an_urgent_grant_may_take_a_seat_while_one_before_it_waits_for_tokens() -> None:
     """G05: the one before it loses nothing, it starts in the next step."""
-    world = decode_world(8, max_num_seqs=2, max_num_batched_tokens=1)
-    low = world.arrive(numbers(2), priority=1)
+    world = decode_world(12, max_num_seqs=2, max_num_batched_tokens=3)
+    low = world.arrive(numbers(20), priority=1)
     world.step()
     local, remote = world.arrive(numbers(2, 100)), world.arrive(numbers(2, 200), remote=True)
     world.offer(remote)
@@ -128,6 +128,48 @@ def test_an_urgent_grant_may_take_a_seat_while_one_before_it_waits_for_tokens() 
     assert plan.preempted == (low,)
     assert [start.sequence for start in plan.grants] == [remote]
     assert [row.sequence for row in world.step().scheduled] == [local]
+    world.finish_all()
+
+
+def test_grants_pass_a_local_prompt_only_as_long_as_they_leave_it_a_token_of_a_step() -> None:
+    """Else whoever passes lands and takes it, and while there are always some who pass, it waits for ever."""
+    world = decode_world(60, max_num_seqs=8, max_num_batched_tokens=4)
+    world.arrive(numbers(40))
+    world.step()
+    local = world.arrive(numbers(4, 100), max_tokens=2)
+    offered = [world.arrive(numbers(4, 100 * i), remote=True, max_tokens=40) for i in range(2, 7)]
+    for sequence in offered:
+        world.offer(sequence)
+    assert [start.sequence for start in world.step().grants] == offered[:2]
+    for sequence in offered[:2]:
+        world.land(sequence)
+    while local.status is Status.WAITING:
+        plan = world.step()
+        assert plan.grants == () or local.status is not Status.WAITING
+    assert [start.sequence for start in plan.grants] == offered[2:], "nobody is in front of them any more"
+    world.finish_all()
+
+
+def test_a_local_prompt_is_served_however_many_grants_come_behind_it() -> None:
+    """Two running ones take every token of each step, and there is always a grant to take their place."""
+    world = decode_world(60, max_num_seqs=8, max_num_batched_tokens=2)
+    for i in (1, 2):
+        world.land(granted(world, numbers(4, 100 * i), max_tokens=5))
+    local = world.arrive(numbers(4), max_tokens=2)
+    for i in range(3, 23):
+        world.offer(world.arrive(numbers(4, 100 * i), remote=True, max_tokens=5))
+        world.step()
+        for sequence in list(world.remote):
+            world.land(sequence)
+    assert local.status is Status.FINISHED
+
+
+def test_with_no_local_prompt_in_front_grants_take_every_seat() -> None:
+    world = decode_world(60, max_num_seqs=8, max_num_batched_tokens=2)
+    sequences = [granted(world, numbers(4, 100 * i)) for i in range(8)]
+    assert world.scheduler.statistics().num_remote == 8
+    for sequence in sequences:
+        world.land(sequence)
     world.finish_all()
 
 
@@ -244,9 +286,19 @@ def test_a_bad_mixture_of_growing_requests_and_grants_finishes() -> None:
     """B04: room for 512 tokens, four requests of 100 with 200 tokens to come."""
     world = decode_world(128, watermark=0.05)
     sequences = [world.arrive(numbers(100, 1000 * i), remote=i % 2 == 0, max_tokens=200) for i in range(4)]
-    world.finish_all()
+    for sequence in list(world.expected):
+        world.offer(sequence)
+    num_tokens, advanced_at = dict.fromkeys(sequences, 0), dict.fromkeys(sequences, 0)
+    while live := world.live():
+        world.step()
+        world.end_transfers()
+        for sequence in live:
+            if sequence.num_output_tokens > num_tokens[sequence]:
+                num_tokens[sequence], advanced_at[sequence] = sequence.num_output_tokens, world.num_steps
+            assert world.num_steps - advanced_at[sequence] < 2 * 200, "it stalls"
     assert all(s.num_output_tokens == 200 for s in sequences)
     assert max(s.num_preemptions for s in sequences) < 5
+    assert world.num_steps < 4 * 200, "no better than one after the other"
 
 
 # --- ends without landing

@@ -1,11 +1,13 @@
 """The scheduler, case by case; `support.scheduling.World` checks every step besides. Block size is 4."""
 
+from dataclasses import replace
+
 import pytest
-from support.scheduling import BLOCK_SIZE, World, local_world, make_config, make_sequence, prefill_world
+from support.scheduling import BLOCK_SIZE, World, decode_world, local_world, make_config, make_sequence, prefill_world
 
 from kvrelay.engine.admission import LocalAdmission
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.errors import TooLarge
+from kvrelay.engine.errors import ConfigError, TooLarge
 from kvrelay.engine.planner import StepPlan
 from kvrelay.engine.request import Sequence, Status
 from kvrelay.engine.scheduler import Scheduler
@@ -51,6 +53,42 @@ def test_who_waits_behind_a_long_prompt_starts_in_what_its_last_chunk_leaves() -
     long, short = world.arrive(numbers(100)), world.arrive(numbers(10, 500))
     world.step()
     assert num_new_tokens(world.step()) == {long: 36, short: 10}
+
+
+def test_prompts_about_as_long_as_the_budget_hold_up_nobody_behind_them() -> None:
+    """G03: each of them is as many steps away as the tokens before it."""
+    world = local_world(200, max_num_batched_tokens=64)
+    sequences = [world.arrive(numbers(n, 1000 * i), max_tokens=2) for i, n in enumerate((63, 64, 65, 200, 1, 7))]
+    world.finish_all()
+    assert [s.num_output_tokens for s in sequences] == [2] * 6
+    assert world.num_steps <= -(-(63 + 64 + 65 + 200 + 1 + 7 + 6) // 64) + 2
+
+
+def test_a_threshold_leaves_tokens_of_each_step_to_those_behind_a_long_prompt() -> None:
+    """G03: at its start and while it runs."""
+    world = local_world(80, max_num_batched_tokens=64, long_prefill_token_threshold=16)
+    long, short = world.arrive(numbers(100)), world.arrive(numbers(16, 500))
+    assert num_new_tokens(world.step()) == {long: 16, short: 16}
+    late = world.arrive(numbers(30, 700))
+    assert num_new_tokens(world.step()) == {long: 16, short: 1, late: 16}
+    assert num_new_tokens(world.step()) == {long: 16, short: 1, late: 14}
+
+
+def test_a_threshold_below_zero_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="long_prefill_token_threshold = -1"):
+        make_config(long_prefill_token_threshold=-1)
+
+
+@pytest.mark.parametrize("threshold", [1, 3, 1000])
+def test_under_any_threshold_the_oldest_advances_in_each_step(threshold) -> None:
+    world = local_world(80, max_num_batched_tokens=8, long_prefill_token_threshold=threshold)
+    oldest = world.arrive(numbers(20))
+    for i in range(1, 6):
+        world.arrive(numbers(9, 100 * i))
+    while oldest.num_output_tokens == 0:
+        num_left = 20 - oldest.num_computed_tokens
+        assert num_new_tokens(world.step())[oldest] >= min(threshold, num_left, 3)
+    world.finish_all()
 
 
 def test_a_long_prompt_does_not_hold_up_those_behind_it_that_decode() -> None:
@@ -147,7 +185,7 @@ def test_blocks_of_a_row_that_failed_are_never_found() -> None:
     scheduled = world.scheduler.apply(world.scheduler.plan())
     assert [row.sequence for row in scheduled] == [sequence]
     world.scheduler.abort(sequence)
-    world.check()
+    world.pool.check_integrity()
     assert world.pool.counts().free == 20
 
 
@@ -163,6 +201,45 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers() -> None:
         world.arrive(numbers(10), max_tokens=11)
     world.arrive(numbers(10), max_tokens=10)
     world.finish_all()
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "most"),
+    [
+        (16, {"max_tokens": 4}, 5),
+        (17, {"max_tokens": 3}, 5),
+        (4, {"max_tokens": 4, "n": 4}, 5),  # the prompt's block and one for each choice
+        (7, {"max_tokens": 1, "n": 4}, 5),
+        (19, {"max_tokens": 1, "n": 1}, 5),
+    ],
+)
+@pytest.mark.parametrize("watermark", [0.0, 0.9])
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_just_fits_is_served_and_what_does_not_is_refused(length, options, most, watermark, remote) -> None:
+    """B04: prompts and grants, one choice or several, whatever the watermark."""
+    world = decode_world(most, watermark=watermark)
+    world.arrive(numbers(length), remote=remote, **options)
+    world.finish_all()
+    world = decode_world(most - 1, watermark=watermark)
+    with pytest.raises(TooLarge, match=f"{most} KV blocks of 4 tokens; this node has {most - 1}"):
+        world.arrive(numbers(length), remote=remote, **options)
+    assert world.step().is_empty
+
+
+def test_more_choices_than_a_step_has_sequences_are_refused() -> None:
+    world = local_world(40, max_num_seqs=3)
+    with pytest.raises(TooLarge, match="n = 4: this node runs 3 sequences at once"):
+        world.arrive(numbers(4), n=4)
+    world.arrive(numbers(4), n=3)
+    world.finish_all()
+
+
+def test_a_resumed_choice_is_measured_with_the_output_it_comes_with() -> None:
+    """Even if that is more than it may have: a router's mistake is refused, and blocks no queue."""
+    world = local_world(5)
+    request = replace(make_sequence(numbers(10), max_tokens=4).request, output_token_ids=tuple(range(10)))
+    with pytest.raises(TooLarge, match="up to 6 KV blocks"):
+        world.scheduler.add(Sequence(request))
 
 
 def test_the_youngest_gives_way_keeps_its_rank_and_is_recomputed() -> None:
@@ -195,12 +272,27 @@ def test_a_preempted_sequence_finds_its_own_blocks_where_nobody_took_them() -> N
 
 
 def test_kv_for_little_more_than_one_request_serves_many() -> None:
-    """G02, B04: bounded preemptions, and somebody advances in each step."""
+    """G02: room for 1.3 requests, six of them: bounded preemptions, and the oldest advances in each step."""
     world = local_world(17, watermark=0.05)
     sequences = [world.arrive(numbers(24, 100 * i), max_tokens=28) for i in range(6)]
-    world.finish_all()
+    while live := world.live():
+        assert live[0] in num_new_tokens(world.step())
     assert all(s.num_output_tokens == 28 for s in sequences)
     assert max(s.num_preemptions for s in sequences) < 5
+    assert world.num_steps <= 6 * 28
+
+
+def test_what_the_youngest_leaves_in_the_cache_is_evicted_first() -> None:
+    """They give way together; who comes back first finds its blocks."""
+    world = local_world(6)
+    first, second = (world.arrive(numbers(7, 100 * i), priority=1, max_tokens=2) for i in (1, 2))
+    world.step()
+    urgent = world.arrive(numbers(19), max_tokens=2)
+    plan = world.step()
+    assert plan.preempted == (second, first)
+    run_until_done(world, urgent)
+    plan = world.step()
+    assert [(start.sequence, len(start.cached_block_ids)) for start in plan.admitted] == [(first, 1), (second, 0)]
 
 
 def test_nobody_is_preempted_whose_blocks_a_transfer_holds_too() -> None:
@@ -297,6 +389,41 @@ def test_equal_priority_is_never_preempted_for_a_seat() -> None:
     sequences = [world.arrive(numbers(4, 100 * i), max_tokens=12) for i in range(4)]
     world.finish_all()
     assert [s.num_preemptions for s in sequences] == [0, 0, 0, 0]
+
+
+def test_the_unimportant_are_served_in_the_end_though_the_urgent_never_cease() -> None:
+    """G05: who has waited longer by the ageing than an urgent one ranks before it."""
+    world = local_world(40, max_num_seqs=1, priority_ageing_s=10.0)  # a second between two arrivals
+    low = world.arrive(numbers(4), priority=1, max_tokens=3)
+    world.step()
+    num_urgent = 0
+    while low.status is not Status.FINISHED:
+        world.arrive(numbers(4, 100), max_tokens=3)
+        num_urgent += 1
+        world.step()
+        assert num_urgent < 10 * 3 + 10
+    assert low.num_preemptions == 1, "by the first that came"
+    world.finish_all()
+
+
+def test_without_ageing_the_urgent_go_before_however_long_others_have_waited() -> None:
+    world = local_world(40, max_num_seqs=1, priority_ageing_s=0.0)
+    low = world.arrive(numbers(4), priority=1, max_tokens=3)
+    for _ in range(200):
+        world.arrive(numbers(4, 100), max_tokens=1)
+        world.step()
+    assert (low.status, low.num_preemptions, low.num_output_tokens) == (Status.WAITING, 0, 0)
+
+
+def test_one_that_has_waited_for_long_is_displaced_no_more() -> None:
+    """G05: though its priority is lower."""
+    world = local_world(40, max_num_seqs=1, priority_ageing_s=2.0)
+    low = world.arrive(numbers(4), priority=1, max_tokens=20)
+    world.step()
+    for i in range(3):
+        world.scheduler.add(make_sequence(numbers(4, 100), number=3 + i))
+    assert world.scheduler.plan().preempted == ()
+    assert low.status is Status.RUNNING
 
 
 def test_a_start_leaves_the_watermark_free_for_those_above_it() -> None:
