@@ -38,7 +38,7 @@ COMMON = ("--dtype", "float32", "--threads", "1", "--block-size", str(BLOCK_SIZE
 P_FLAGS = ("--num-blocks", str(NUM_P_BLOCKS), "--max-num-batched-tokens", str(CHUNK))
 # A step of D has as many tokens as there are neighbours: whoever comes after them gets none, unless it ranks higher.
 D_FLAGS = ("--num-blocks", str(NUM_NEIGHBOURS + NUM_SPARE), "--max-num-batched-tokens", str(NUM_NEIGHBOURS))
-FIRST = {"priority": -1}  # ranks before the neighbours
+FIRST = {"priority": -100}  # ranks before the neighbours, however long they have been there
 # A text that takes most of a second to tokenise, and whose beginning does not show that it is too long.
 LONG_TOKEN = "long" * 50
 LONG_TEXT = LONG_TOKEN * 500 + "x" * 900_000
