@@ -164,6 +164,21 @@ def test_a_local_prompt_is_served_however_many_grants_come_behind_it() -> None:
     assert local.status is Status.FINISHED
 
 
+def test_a_grant_that_passes_leaves_the_watermark_free_for_the_one_it_passes() -> None:
+    """Both rank before all that run; the one that runs cannot give way, since a transfer holds its blocks too."""
+    world = decode_world(20, watermark=0.25, max_num_batched_tokens=4)
+    low = world.arrive(numbers(20), priority=1)
+    world.step()
+    world.pool.acquire(low.block_table)
+    world.arrive(numbers(16, 100))  # of 14 free blocks it keeps 5
+    large, small = (world.arrive(numbers(n, 1000 * n), remote=True, max_tokens=1) for n in (16, 12))
+    world.offer(large)
+    assert world.scheduler.plan().grants == ()
+    world.cancel(large)
+    world.offer(small)
+    assert [start.sequence for start in world.scheduler.plan().grants] == [small]
+
+
 def test_with_no_local_prompt_in_front_grants_take_every_seat() -> None:
     world = decode_world(60, max_num_seqs=8, max_num_batched_tokens=2)
     sequences = [granted(world, numbers(4, 100 * i)) for i in range(8)]
