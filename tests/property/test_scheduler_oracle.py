@@ -187,7 +187,7 @@ def test_long_lives_in_crowded_pools_go_as_a_naive_scheduler_says(make_world, se
     rng = Random(seed)
     world = make_world(
         rng.choice((rng.randint(4, 12), rng.randint(4, 40))),
-        max_num_seqs=rng.randint(1, 8),
+        max_num_seqs=rng.choice((1, 2, rng.randint(3, 8))),
         max_num_batched_tokens=rng.choice((rng.randint(1, 6), rng.randint(1, 24))),
         watermark=rng.choice((0.0, 0.05, 0.3)),
         long_prefill_token_threshold=rng.choice((0, 0, 1, 5)),
