@@ -359,11 +359,14 @@ class DecodeNode(NodeCore):
     def _num_live(self) -> int:
         return len(self._legs)
 
+    def _waiting(self) -> Iterable[Sequence]:
+        return (*self._scheduler.waiting, *self._scheduler.expected)
+
     def _num_waiting_tokens(self) -> int:
         return sum(
             sequence.num_tokens - sequence.num_computed_tokens
             for leg in self._legs.values()
-            if leg.stage is not Stage.OVER
+            if leg.stage is Stage.LOCAL  # what another node computes is no work here
             for sequence in leg.sequences
         )
 

@@ -25,7 +25,7 @@ class DecodeScheduler(Scheduler):
 
     def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
         super().__init__(config, pool, DecodeAdmission(pool.block_size, config.watermark))
-        self._expected: set[Sequence] = set()
+        self.expected: set[Sequence] = set()  # called for; their KV is not on offer yet
         self._remote: set[Sequence] = set()
         self._ended: set[Sequence] = set()  # aborted while REMOTE: their transfers still own their blocks
 
@@ -36,11 +36,11 @@ class DecodeScheduler(Scheduler):
         """
         self.check_fits(sequence.request)
         sequence.awaits_kv = True
-        self._expected.add(sequence)
+        self.expected.add(sequence)
 
     def offered(self, sequence: Sequence) -> None:
         """Its KV is on offer: it joins the queue at its rank."""
-        self._expected.remove(sequence)
+        self.expected.remove(sequence)
         self._enqueue(sequence)
 
     def landed(self, sequence: Sequence) -> None:
@@ -60,8 +60,8 @@ class DecodeScheduler(Scheduler):
 
     def abort(self, sequence: Sequence) -> None:
         """As for any sequence, but one that is REMOTE leaves its blocks to the transfer until `give_back`."""
-        if sequence in self._expected:
-            self._expected.remove(sequence)
+        if sequence in self.expected:
+            self.expected.remove(sequence)
             sequence.status = Status.FINISHED
         elif sequence.status is Status.REMOTE:
             self._remote.remove(sequence)
@@ -74,7 +74,7 @@ class DecodeScheduler(Scheduler):
         return [*self.running, *self._remote]
 
     def statistics(self) -> SchedulerStatistics:
-        return replace(super().statistics(), num_remote=len(self._remote), num_expected=len(self._expected))
+        return replace(super().statistics(), num_remote=len(self._remote), num_expected=len(self.expected))
 
     def _grant(self, sequence: Sequence) -> None:
         sequence.status = Status.REMOTE

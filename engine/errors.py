@@ -94,6 +94,11 @@ class ResourceExhausted(KvrelayError):
     code = "RESOURCE_EXHAUSTED"
     retryable = True
 
+    def __init__(self, message: str, retry_s: float = 1.0) -> None:
+        """`retry_s`: after how long it is worth while to try again."""
+        super().__init__(message)
+        self.retry_s = retry_s
+
 
 class Unavailable(KvrelayError):
     """A node, or one leg of a request, was lost."""

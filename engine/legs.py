@@ -74,8 +74,9 @@ class Load:
     """How busy a node says it is."""
 
     num_free_blocks: int = 0  # free or only cached
-    num_running: int = 0
-    num_waiting: int = 0
-    num_waiting_tokens: int = 0  # prompt tokens not yet computed
-    tokens_per_s: float = 0.0  # rate seen lately; 0: unknown
+    num_wanted_blocks: int = 0  # what those that wait will take when they start
+    num_running: int = 0  # choices (on prefill nodes: prompts) that hold a place here, those in transfer too
+    num_waiting: int = 0  # those without one yet: in the queue, or called for and not offered yet
+    num_waiting_tokens: int = 0  # tokens that this node is to compute and has not yet
+    tokens_per_s: float = 0.0  # how fast it has computed lately, pauses left out; 0: unknown
     sessions: frozenset[str] = frozenset()  # prefill nodes: epochs of the decode nodes they can push to

@@ -11,10 +11,10 @@ from dataclasses import replace
 from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.engine import Engine, RowOutput, StepOutcome
-from kvrelay.engine.errors import Internal, KvrelayError
+from kvrelay.engine.errors import Internal, KvrelayError, ResourceExhausted
 from kvrelay.engine.legs import Delta, Load, Peer
 from kvrelay.engine.log import fields, get_logger
-from kvrelay.engine.request import RequestKey
+from kvrelay.engine.request import RequestKey, Sequence
 from kvrelay.node.report import Snapshot, Start
 
 log = get_logger(__name__)
@@ -22,7 +22,8 @@ log = get_logger(__name__)
 OnReport = Callable[[tuple[Delta, ...], Snapshot], None]
 
 _MAX_POSITIONS = 512  # of a prompt, whose log-probabilities are said in one delta
-_RATE_WEIGHT = 0.3  # of the newest step in the moving average of tokens a second
+_RATE_MEMORY = 0.7  # what the steps before count in the measured rate, beside one more
+MAX_LEGS = 16_384  # that wait or run here, of all routers: each holds its prompt's token ids
 
 
 class NodeCore(ABC):
@@ -33,7 +34,8 @@ class NodeCore(ABC):
         self.clock = clock
         self._on_report = on_report
         self._deltas: list[Delta] = []
-        self._tokens_per_s = 0.0
+        self._num_lately = 0.0  # tokens computed in the last steps, the older ones counting less, and in what time
+        self._lately_s = 0.0
         self._last: Snapshot | None = None
 
     # --- messages, each served between two steps
@@ -42,6 +44,8 @@ class NodeCore(ABC):
         """Begin a leg; whatever is wrong with it ends this leg and no other."""
         key = start.request.key
         try:
+            if self._num_live() >= MAX_LEGS:
+                raise ResourceExhausted(f"{MAX_LEGS} requests wait or run on this node already")
             self._start(start)
         except KvrelayError as error:
             self._say(Delta(key=key, error=error, ended=True))
@@ -100,7 +104,12 @@ class NodeCore(ABC):
     def _num_live(self) -> int: ...
 
     @abstractmethod
-    def _num_waiting_tokens(self) -> int: ...
+    def _waiting(self) -> Iterable[Sequence]:
+        """What has no place in a batch and no blocks yet."""
+
+    @abstractmethod
+    def _num_waiting_tokens(self) -> int:
+        """Tokens that this node is to compute and has not yet."""
 
     @abstractmethod
     def transfer_statistics(self) -> ConnectorStatistics:
@@ -122,10 +131,11 @@ class NodeCore(ABC):
             )
 
     def _measure(self, outcome: StepOutcome) -> None:
+        """Tokens over time, not a mean of rates: a prompt's short last chunk must not make a node look slow. Only time
+        in steps counts, so that it says how fast the node is, however long it has had nothing to do."""
         if outcome.duration_s > 0:
-            rate = outcome.num_tokens / outcome.duration_s
-            weight = _RATE_WEIGHT if self._tokens_per_s else 1.0
-            self._tokens_per_s += weight * (rate - self._tokens_per_s)
+            self._num_lately = _RATE_MEMORY * self._num_lately + outcome.num_tokens
+            self._lately_s = _RATE_MEMORY * self._lately_s + outcome.duration_s
 
     def _flush(self) -> None:
         """Say what this turn brought, and how things stand, if either is news."""
@@ -138,6 +148,7 @@ class NodeCore(ABC):
     def snapshot(self) -> Snapshot:
         """The node's statistics now."""
         scheduler = self.engine.scheduler
+        admission, waiting = scheduler.admission, tuple(self._waiting())
         statistics = scheduler.statistics()
         transfers = self.transfer_statistics()
         blocks = scheduler.pool.counts()
@@ -147,10 +158,11 @@ class NodeCore(ABC):
             blocks=blocks,
             load=Load(
                 num_free_blocks=blocks.free + blocks.cached,
-                num_running=statistics.num_running,
-                num_waiting=statistics.num_waiting,
+                num_wanted_blocks=sum(admission.terms(sequence).num_blocks for sequence in waiting),
+                num_running=sum(map(admission.num_seats, scheduler.seated())),
+                num_waiting=sum(map(admission.num_seats, waiting)),
                 num_waiting_tokens=self._num_waiting_tokens(),
-                tokens_per_s=self._tokens_per_s,
+                tokens_per_s=self._num_lately / self._lately_s if self._lately_s else 0.0,
                 sessions=frozenset(transfers.sessions),
             ),
             transfers=transfers,

@@ -54,6 +54,7 @@ class NodeIdentity:
     kv_layout: KVLayout
     max_model_len: int
     num_blocks: int
+    max_num_seqs: int
     grpc_address: str
     connector_address: str  # empty on prefill nodes
     cluster_secret: str
@@ -185,6 +186,7 @@ class RouterLink:
                 grpc_address=mine.grpc_address,
                 connector_address=mine.connector_address,
                 num_blocks=mine.num_blocks,
+                max_num_seqs=mine.max_num_seqs,
             )
             await stream.write(node_pb2.NodeMessage(register=register))
             answer = await self._read(stream)

@@ -99,6 +99,7 @@ def run_node(config: NodeConfig, role: Role) -> int:
             kv_layout=runner.layout,
             max_model_len=min(runner.max_model_len, runner.num_blocks * runner.layout.block_size),
             num_blocks=runner.num_blocks,
+            max_num_seqs=config.max_num_seqs,
             grpc_address=f"{config.advertise or config.bind}:{grpc_port}",
             connector_address=connector_address,
             cluster_secret=cluster_secret,

@@ -121,6 +121,7 @@ def write_step(deltas: tuple[Delta, ...], snapshot: Snapshot) -> Iterator[node_p
 def write_load(load: Load) -> node_pb2.Load:
     return node_pb2.Load(
         num_free_blocks=load.num_free_blocks,
+        num_wanted_blocks=load.num_wanted_blocks,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_waiting_tokens=load.num_waiting_tokens,

@@ -238,6 +238,9 @@ class PrefillNode(NodeCore):
     def _num_live(self) -> int:
         return len(self._legs)
 
+    def _waiting(self) -> Iterable[Sequence]:
+        return self.engine.scheduler.waiting
+
     def _num_waiting_tokens(self) -> int:
         return sum(
             leg.sequence.num_tokens - leg.sequence.num_computed_tokens for leg in self._legs.values() if leg.computing

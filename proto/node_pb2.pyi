@@ -142,7 +142,7 @@ class NodeMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("role", "epoch", "name", "nonce", "proof", "version", "model", "model_fingerprint", "kv_layout", "max_model_len", "grpc_address", "connector_address", "num_blocks")
+    __slots__ = ("role", "epoch", "name", "nonce", "proof", "version", "model", "model_fingerprint", "kv_layout", "max_model_len", "grpc_address", "connector_address", "num_blocks", "max_num_seqs")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class Register(_message.Message):
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     CONNECTOR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     role: Role
     epoch: str
     name: str
@@ -169,23 +170,26 @@ class Register(_message.Message):
     grpc_address: str
     connector_address: str
     num_blocks: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layout: _Optional[_Union[KVLayout, _Mapping]] = ..., max_model_len: _Optional[int] = ..., grpc_address: _Optional[str] = ..., connector_address: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    max_num_seqs: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layout: _Optional[_Union[KVLayout, _Mapping]] = ..., max_model_len: _Optional[int] = ..., grpc_address: _Optional[str] = ..., connector_address: _Optional[str] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_free_blocks", "num_running", "num_waiting", "num_waiting_tokens", "tokens_per_s", "sessions")
+    __slots__ = ("num_free_blocks", "num_running", "num_waiting", "num_waiting_tokens", "tokens_per_s", "sessions", "num_wanted_blocks")
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WANTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     num_free_blocks: int
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
     tokens_per_s: float
     sessions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., sessions: _Optional[_Iterable[str]] = ...) -> None: ...
+    num_wanted_blocks: int
+    def __init__(self, num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., sessions: _Optional[_Iterable[str]] = ..., num_wanted_blocks: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("deltas", "load")

@@ -13,8 +13,8 @@ from kvrelay.engine.log import get_logger
 
 log = get_logger(__name__)
 
-# gRPC's own name for "try again after this long", in milliseconds.
-_RETRY_HINT = ("grpc-retry-pushback-ms", "1000")
+# gRPC's own name for "try again after this long", in milliseconds; its clients' retry policies obey it.
+RETRY_HINT = "grpc-retry-pushback-ms"
 
 # gRPC writes a status message as a header, up to twelve bytes a character, and headers have 8 KiB in all.
 _MAX_DETAILS = 500
@@ -52,7 +52,7 @@ async def answering(context: Context) -> AsyncIterator[None]:
         yield
     except KvrelayError as error:
         if isinstance(error, ResourceExhausted):
-            context.set_trailing_metadata((_RETRY_HINT,))
+            context.set_trailing_metadata(((RETRY_HINT, str(round(1000 * error.retry_s))),))
         _fail(context, status_code(error.code), error.message)
     except DecodeError as error:
         _fail(context, grpc.StatusCode.INVALID_ARGUMENT, f"the request cannot be read: {error}")

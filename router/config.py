@@ -8,6 +8,7 @@ from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS
 
 _AT_LEAST_ONE = (
     "max_requests",
+    "max_waiting",
     "max_messages",
     "max_role_length",
     "max_choices",
@@ -55,6 +56,8 @@ class RouterConfig:
     """Longest time limit that a request may name."""
     max_requests: int = 2048
     """Most requests at once, waiting or running; more are refused with RESOURCE_EXHAUSTED."""
+    max_waiting: int = 1024
+    """Most requests that wait for their first token, for each decode node; more are refused with RESOURCE_EXHAUSTED."""
     max_model_len: int = 0
     """Longest prompt and output together, in tokens; 0: what the model and the decode nodes allow."""
     max_body_size: str = "4MiB"

@@ -35,6 +35,7 @@ class NodeFacts:
     kv_layout: KVLayout
     max_model_len: int
     num_blocks: int
+    max_num_seqs: int
     grpc_address: str
     connector_address: str = ""  # decode nodes only
 

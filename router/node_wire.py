@@ -30,7 +30,7 @@ def read_register(message: pb.Register) -> NodeFacts:
     for name in ("epoch", "name", "grpc_address", "connector_address"):
         if len(getattr(message, name)) > _MAX_NAME:
             raise InvalidArgument(name, getattr(message, name), f"at most {_MAX_NAME} characters")
-    for name in ("epoch", "name", "max_model_len"):
+    for name in ("epoch", "name", "max_model_len", "num_blocks", "max_num_seqs"):
         if not getattr(message, name):
             raise InvalidArgument(name, getattr(message, name), "must be set")
     layout = message.kv_layout
@@ -51,6 +51,7 @@ def read_register(message: pb.Register) -> NodeFacts:
         ),
         max_model_len=message.max_model_len,
         num_blocks=message.num_blocks,
+        max_num_seqs=message.max_num_seqs,
         grpc_address=message.grpc_address,
         connector_address=message.connector_address,
     )
@@ -62,6 +63,7 @@ def read_load(message: pb.Load) -> Load:
         raise InvalidArgument("sessions", f"{len(message.sessions)} sessions", f"at most {_MAX_SESSIONS}")
     return Load(
         num_free_blocks=message.num_free_blocks,
+        num_wanted_blocks=message.num_wanted_blocks,
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         num_waiting_tokens=message.num_waiting_tokens,
@@ -197,6 +199,7 @@ def _write_node(node: Node) -> pb.ClusterNode:
         draining=node.draining,
         load=pb.Load(
             num_free_blocks=load.num_free_blocks,
+            num_wanted_blocks=load.num_wanted_blocks,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_waiting_tokens=load.num_waiting_tokens,

@@ -1,9 +1,9 @@
 """Where a request goes: pure, from what the registry holds and three facts of the request."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.engine.errors import InvalidArgument, Unavailable
+from kvrelay.engine.errors import InvalidArgument, TooLarge, Unavailable
 from kvrelay.router.messages import Role
 from kvrelay.router.registry import Node
 
@@ -33,7 +33,8 @@ def place(nodes: Iterable[Node], request: RequestFacts) -> Placement:
     """Choose both nodes at once: a decode node by room and batch, and for it a prefill node by estimated time to the
     first token. Pairs with an open session come first; where there is none, a decode node does both.
 
-    Raises: Unavailable if no decode node takes requests; InvalidArgument if none of them takes one this long.
+    Raises: Unavailable if no decode node takes requests; InvalidArgument if none of them takes one this long, or
+    TooLarge, with the numbers, if none could ever run as many choices of it.
     """
     able = [node for node in nodes if not node.draining]
     decodes = [node for node in able if node.facts.role is Role.DECODE]
@@ -43,16 +44,30 @@ def place(nodes: Iterable[Node], request: RequestFacts) -> Placement:
     if not fitting:
         longest = max(node.facts.max_model_len for node in decodes)
         raise InvalidArgument("prompt and max_tokens", f"{request.max_len} tokens", f"at most {longest}")
+    able_to_start = [node for node in fitting if node.could_start(request.num_prompt_tokens, request.num_choices)]
+    if not able_to_start:
+        raise _too_large(fitting, request)
     prefills = [
         node for node in able if node.facts.role is Role.PREFILL and node.facts.max_model_len >= request.max_len
     ]
     reachable = frozenset[str]().union(*(node.load.sessions for node in prefills))
-    paired = [node for node in fitting if node.facts.epoch in reachable]
-    decode = min(paired or fitting, key=lambda node: _decode_cost(node, request))
+    paired = [node for node in able_to_start if node.facts.epoch in reachable]
+    decode = min(paired or able_to_start, key=lambda node: _decode_cost(node, request))
     candidates = [node for node in prefills if decode.facts.epoch in node.load.sessions]
     fastest = max((node.load.tokens_per_s for node in candidates), default=0.0)
     prefill = min(candidates, key=lambda node: _prefill_cost(node, request, fastest), default=None)
     return Placement(prefill, decode)
+
+
+def _too_large(decodes: Sequence[Node], request: RequestFacts) -> TooLarge:
+    num_blocks = max(node.num_blocks_for(request.num_prompt_tokens, request.num_choices) for node in decodes)
+    return TooLarge(
+        "n",
+        request.num_choices,
+        f"with {request.num_prompt_tokens} prompt tokens it takes {request.num_choices} sequences and {num_blocks} KV "
+        f"blocks; a decode node runs {max(node.facts.max_num_seqs for node in decodes)} sequences at once, and has "
+        f"{max(node.facts.num_blocks for node in decodes)} blocks",
+    )
 
 
 def _decode_cost(node: Node, request: RequestFacts) -> tuple[bool, int, int, int, str]:

@@ -46,12 +46,19 @@ class Node:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks left for a new request; below zero if more was placed than there is room for."""
-        return self.load.num_free_blocks - self.placed_now.num_blocks - self.placed_before.num_blocks
+        """Blocks left for a new request behind those that wait; below zero if these want more than there is."""
+        unseen = self.placed_now.num_blocks + self.placed_before.num_blocks
+        return self.load.num_free_blocks - self.load.num_wanted_blocks - unseen
 
     def num_blocks_for(self, num_prompt_tokens: int, num_choices: int) -> int:
         """What a request holds when its output begins: its choices share full blocks, and each has one beside."""
         return num_prompt_tokens // self.facts.kv_layout.block_size + num_choices
+
+    def could_start(self, num_prompt_tokens: int, num_choices: int) -> bool:
+        """Whether a decode node, if it were empty, could run so many choices of such a prompt. (Of one choice alone
+        `max_model_len` tells: no node says more than its blocks hold.)"""
+        has_seats = num_choices <= self.facts.max_num_seqs
+        return has_seats and self.num_blocks_for(num_prompt_tokens, num_choices) <= self.facts.num_blocks
 
 
 class Registry:
@@ -110,9 +117,9 @@ class Registry:
             Peer(node.facts.epoch, node.facts.connector_address) for node in self if node.facts.role is Role.DECODE
         )
 
-    def can_serve(self) -> bool:
-        """Whether there is a decode node to place requests on."""
-        return any(node.facts.role is Role.DECODE and not node.draining for node in self)
+    def num_serving(self) -> int:
+        """Decode nodes to place requests on."""
+        return sum(node.facts.role is Role.DECODE and not node.draining for node in self)
 
     def max_model_len(self) -> int | None:
         """The longest context that a decode node takes; None while there is none."""

@@ -42,12 +42,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
         service = self._service
-        with service.admission.admit():
+        with service.admission.admit_request() as stay:
             raw = wire.read_request(request)
             prepared = await service.prepare(raw, context.time_remaining())
             async with (
                 ending_after(service.remaining_s(prepared)),
-                aclosing(service.generate(raw, prepared)) as outputs,
+                aclosing(service.generate(raw, prepared, on_output=stay.begin)) as outputs,
             ):
                 async for output in outputs:
                     await context.write(wire.write_output(raw.request_id, output))
@@ -156,6 +156,16 @@ class RouterServer:
         return self._service.admission.num_requests
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that have no output yet."""
+        return self._service.admission.num_waiting
+
+    @property
+    def num_refused(self) -> int:
+        """Calls that found no room, since the start."""
+        return self._service.admission.num_refused
+
+    @property
     def draining(self) -> bool:
         return self._service.admission.draining
 
@@ -167,7 +177,7 @@ class RouterServer:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            await self._health.set(INFERENCE, _SERVING if self.registry.can_serve() else _NOT_SERVING)
+            await self._health.set(INFERENCE, _SERVING if self.registry.num_serving() else _NOT_SERVING)
 
 
 def _options(config: RouterConfig) -> list[tuple[str, int]]:

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import DeadlineExceeded, InvalidArgument
@@ -38,7 +39,7 @@ class InferenceService:
         clock: Clock,
     ) -> None:
         self.info = info
-        self.admission = Admission(config.max_requests)
+        self.admission = Admission(config.max_requests, self._max_waiting, clock)
         self._config = config
         self._tokenizer = tokenizer
         self._registry = registry
@@ -83,9 +84,12 @@ class InferenceService:
             draw_seed=lambda: secrets.randbits(64),
         )
 
-    def generate(self, raw: RawRequest, request: Request) -> AsyncGenerator[Output]:
-        """Run what `prepare` made. To be closed (`aclosing`), whatever happens."""
-        outputs = self._dispatcher.generate(request, raw.trace)
+    def generate(self, raw: RawRequest, request: Request, *, on_output: Callable[[], None]) -> AsyncGenerator[Output]:
+        """Run what `prepare` made. To be closed (`aclosing`), whatever happens.
+
+        `on_output`: called when there is output, before it goes to the client, or is gathered for it.
+        """
+        outputs = _told(self._dispatcher.generate(request, raw.trace), on_output)
         return outputs if raw.stream else whole(outputs)
 
     def remaining_s(self, request: Request) -> float:
@@ -114,6 +118,9 @@ class InferenceService:
             return decode(self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
         return await asyncio.to_thread(decode, self._tokenizer, token_ids, skip_special_tokens=skip_special_tokens)
 
+    def _max_waiting(self) -> int:
+        return self._config.max_waiting * max(1, self._registry.num_serving())
+
     def _limits(self) -> Limits:
         return Limits(
             config=self._config,
@@ -129,3 +136,11 @@ class InferenceService:
             return await self._tokenizer.encode_chat(prompt.messages, at_most=at_most)
         assert prompt.token_ids is not None
         return prompt.token_ids
+
+
+async def _told(outputs: AsyncGenerator[Output], on_output: Callable[[], None]) -> AsyncGenerator[Output]:
+    """The same outputs. Closes `outputs`, and is to be closed."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            on_output()
+            yield output

@@ -13,7 +13,9 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype
 REQUEST = RequestFacts(num_prompt_tokens=40, max_tokens=8)
 
 
-def node(role: Role, epoch: str, *, max_model_len: int = 128, draining: bool = False, **load: object) -> Node:
+def node(
+    role: Role, epoch: str, *, max_model_len: int = 128, max_num_seqs: int = 64, draining: bool = False, **load: object
+) -> Node:
     facts = NodeFacts(
         role=role,
         epoch=epoch,
@@ -23,6 +25,7 @@ def node(role: Role, epoch: str, *, max_model_len: int = 128, draining: bool = F
         kv_layout=LAYOUT,
         max_model_len=max_model_len,
         num_blocks=100,
+        max_num_seqs=max_num_seqs,
         grpc_address="",
     )
     return Node(facts, Load(**{"num_free_blocks": 100} | load), draining=draining)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ def facts(role: Role, epoch: str, name: str = "", max_model_len: int = 128) -> N
         kv_layout=LAYOUT,
         max_model_len=max_model_len,
         num_blocks=100,
+        max_num_seqs=64,
         grpc_address="",
         connector_address=f"{epoch}:1",
     )
@@ -41,7 +42,7 @@ def test_a_node_that_comes_back_under_a_new_epoch_replaces_its_old_life() -> Non
     registry.report("old", Load(num_running=9))
     registry.drain("old")
     assert only(registry).num_choices == 0
-    assert registry.can_serve()
+    assert registry.num_serving()
 
 
 def test_the_same_life_on_a_new_stream_replaces_itself() -> None:
@@ -49,7 +50,7 @@ def test_the_same_life_on_a_new_stream_replaces_itself() -> None:
     registry.add(facts(Role.DECODE, "e"))
     registry.drain("e")
     assert registry.add(facts(Role.DECODE, "e")) == "e"
-    assert registry.can_serve()
+    assert registry.num_serving()
 
 
 def test_nodes_of_two_roles_may_share_a_name() -> None:
@@ -99,7 +100,7 @@ def test_peers_are_all_decode_nodes_draining_ones_too() -> None:
 def test_only_decode_nodes_that_take_requests_count_for_what_can_be_served() -> None:
     registry = Registry(max_nodes=3)
     registry.add(facts(Role.PREFILL, "p", max_model_len=500))
-    assert not registry.can_serve()
+    assert not registry.num_serving()
     assert registry.max_model_len() is None
     registry.add(facts(Role.DECODE, "d", max_model_len=200))
     registry.add(facts(Role.DECODE, "e", max_model_len=100))
@@ -107,4 +108,4 @@ def test_only_decode_nodes_that_take_requests_count_for_what_can_be_served() -> 
     registry.drain("d")
     assert registry.max_model_len() == 100
     registry.remove("e")
-    assert not registry.can_serve()
+    assert not registry.num_serving()
