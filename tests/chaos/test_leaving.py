@@ -230,12 +230,16 @@ async def decoding(walk: Walk) -> None:
         await walk.back()
 
 
+def is_one_more_decoding(view: View) -> bool:
+    return view.decode.load.num_running > NUM_NEIGHBOURS and not view.decode.transfers.states
+
+
 async def one_token_before_the_end(walk: Walk, kind: Kind) -> None:
     async with walk.sent([kind], max_tokens=3, **FIRST) as leavers:
         if leavers[0].is_streamed:
             await walk.see(leavers, num_tokens=2)
         else:
-            await walk.see(leavers, lambda view: view.decode.load.num_running > NUM_NEIGHBOURS)
+            await walk.see(leavers, is_one_more_decoding)
         with walk.cluster.frozen("decode"):
             await walk.leave(leavers, may_end=True)
         await walk.back()

@@ -47,6 +47,8 @@ async def health(router: Harness, service: str) -> int:
         ({"version": "0.0.0"}, "FAILED_PRECONDITION", "version differs"),
         ({"model_fingerprint": "other"}, "FAILED_PRECONDITION", "model_fingerprint differs"),
         ({"max_model_len": 0}, "INVALID_ARGUMENT", "max_model_len"),
+        ({"num_blocks": 0}, "INVALID_ARGUMENT", "num_blocks"),
+        ({"max_num_seqs": 0}, "INVALID_ARGUMENT", "max_num_seqs"),
         ({"kv_layout": node_pb2.KVLayout()}, "INVALID_ARGUMENT", "block_size"),
         ({"epoch": "e" * 1000}, "INVALID_ARGUMENT", "epoch"),
     ],

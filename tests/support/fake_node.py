@@ -52,7 +52,7 @@ class FakeNode:
             "model": info.name,
             "model_fingerprint": info.fingerprint,
             "max_model_len": info.max_model_len,
-            "num_blocks": 1000,
+            "num_blocks": 1000 + info.max_model_len // 16,
             "max_num_seqs": 64,
             "kv_layout": node_pb2.KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
             "connector_address": "127.0.0.1:1" if role == DECODE else "",

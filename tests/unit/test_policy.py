@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.engine.errors import InvalidArgument, Unavailable
+from kvrelay.engine.errors import InvalidArgument, TooLarge, Unavailable
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.legs import Load
 from kvrelay.router.messages import NodeFacts, Role
@@ -67,6 +67,24 @@ def test_room_is_for_every_choice_of_a_request() -> None:
     nodes = (decode("tight", num_free_blocks=5), decode("d", num_free_blocks=6, num_running=9))
     assert chosen(*nodes, request=four) == (None, "d")
     assert chosen(*nodes) == (None, "tight")
+
+
+def test_room_that_others_wait_for_is_no_room() -> None:
+    assert chosen(decode("awaited", num_wanted_blocks=98, num_waiting=1), decode("d", num_running=9)) == (None, "d")
+    assert chosen(decode("awaited", num_wanted_blocks=97, num_waiting=1), decode("d", num_running=9)) == (
+        None,
+        "awaited",
+    )
+
+
+def test_a_request_goes_only_where_its_choices_have_seats() -> None:
+    """A17."""
+    four = RequestFacts(num_prompt_tokens=40, max_tokens=8, num_choices=4)
+    assert chosen(decode("small", max_num_seqs=3), decode("d", num_running=9), request=four) == (None, "d")
+    pair = prefill("p", "small"), decode("small", max_num_seqs=3), decode("d", max_num_seqs=4)
+    assert chosen(*pair, request=four) == (None, "d")
+    with pytest.raises(TooLarge, match="it takes 4 sequences and 6 KV blocks; a decode node runs 3 sequences at once"):
+        place(pair[:2], four)
 
 
 def test_among_decode_nodes_with_room_the_smaller_batch_then_the_more_room_counts() -> None:

@@ -75,6 +75,27 @@ def test_what_was_placed_counts_until_the_second_report_after_it() -> None:
     assert node.num_placed == 1
 
 
+def test_blocks_that_those_who_wait_will_take_are_not_free_for_a_new_request() -> None:
+    registry = Registry(max_nodes=1)
+    registry.add(facts(Role.DECODE, "d"))
+    registry.report("d", Load(num_free_blocks=50, num_wanted_blocks=60, num_waiting=20))
+    registry.note_placed(only(registry), to_compute=0, num_prompt_tokens=16, num_choices=1)
+    assert (only(registry).num_free_blocks, only(registry).num_choices) == (-12, 21)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_choices", "could_start"),
+    [(0, 64, True), (0, 65, False), (36 * 16 + 15, 64, True), (37 * 16, 64, False), (99 * 16, 1, True)],
+)
+def test_an_empty_node_could_start_what_has_seats_and_blocks(
+    num_prompt_tokens: int, num_choices: int, could_start: bool
+) -> None:
+    registry = Registry(max_nodes=1)
+    registry.add(facts(Role.DECODE, "d"))
+    registry.report("d", Load(num_free_blocks=0, num_running=64))  # how full it is now does not count
+    assert only(registry).could_start(num_prompt_tokens, num_choices) is could_start
+
+
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "num_choices", "num_blocks"), [(1, 1, 1), (16, 1, 2), (31, 3, 4), (32, 3, 5)]
 )
