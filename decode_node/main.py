@@ -18,7 +18,7 @@ def run(config: DecodeConfig) -> int:
 def _build(config: DecodeConfig, parts: NodeParts) -> tuple[NodeCore, str]:
     executor = parts.executor
     pool = BlockPool(executor.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-    scheduler = DecodeScheduler(config, pool)
+    scheduler = DecodeScheduler(config, pool, num_host_blocks=executor.num_host_blocks)
     receiver = make_receiver(
         region=executor.region,
         layout=executor.layout,

@@ -2,7 +2,7 @@
 
     expect ---> EXPECTED --- offered --> queue <------ add: local prompts
                                           |  ^
-                          granted by plan |  | preempted, then recomputed here: never REMOTE again
+                          granted by plan |  | preempted, then swapped in or recomputed here: never REMOTE again
                                           v  |
                  give_back <--- REMOTE -- landed --> running
 
@@ -23,8 +23,9 @@ from kvrelay.engine.scheduler import Scheduler, SchedulerStatistics
 class DecodeScheduler(Scheduler):
     """The engine's scheduler, with sequences whose prompt another node computes. Owned by the engine thread."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
-        super().__init__(config, pool, DecodeAdmission(pool.block_size, config.watermark))
+    def __init__(self, config: EngineConfig, pool: BlockPool, *, num_host_blocks: int = 0) -> None:
+        admission = DecodeAdmission(pool.block_size, config.watermark)
+        super().__init__(config, pool, admission, num_host_blocks=num_host_blocks)
         self.expected: set[Sequence] = set()  # called for; their KV is not on offer yet
         self._remote: set[Sequence] = set()
         self._ended: set[Sequence] = set()  # aborted while REMOTE: their transfers still own their blocks

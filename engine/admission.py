@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.engine.kv_layout import blocks_for
-from kvrelay.engine.request import Request, Sequence
+from kvrelay.engine.request import Request, Sequence, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ class LocalAdmission:
 
 def most_cached_tokens(sequence: Sequence) -> int:
     """How many of a sequence's tokens may come from the prefix cache: one is left to compute, and so are those whose
-    outputs still have log-probabilities of the prompt to give."""
+    outputs still have log-probabilities of the prompt to give. Swapped out: those that are computed."""
+    if sequence.status is Status.SWAPPED:
+        return sequence.num_computed_tokens
     if sequence.num_prompt_logprobs < sequence.num_prompt_tokens:
         return max(0, sequence.num_prompt_logprobs - 1)
     return sequence.num_tokens - 1

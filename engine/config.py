@@ -56,6 +56,8 @@ class EngineConfig:
     """Room for KV, as a size."""
     num_blocks: int = 0
     """Number of KV blocks; 0: as many as kv-cache-size holds."""
+    swap_space: str = "256MiB"
+    """Host memory, as a size, for the KV of preempted requests; 0: they are computed again. Prefill nodes use none."""
     max_model_len: int = 0
     """Longest prompt and output together, in tokens; 0: the model's own limit."""
     max_num_seqs: int = 64
@@ -82,4 +84,5 @@ class EngineConfig:
             raise ConfigError(f"watermark = {self.watermark}: must be in [0, 1)")
         if not 0.0 <= self.priority_ageing_s <= MAX_AGEING_S:
             raise ConfigError(f"priority_ageing_s = {self.priority_ageing_s}: must be in [0, {MAX_AGEING_S:g}]")
-        parse_size(self.kv_cache_size)
+        for name in ("kv_cache_size", "swap_space"):
+            parse_size(getattr(self, name))

@@ -1,10 +1,11 @@
 """The engine: plan a step, run it, take its tokens in. Knows no network, no thread and no role.
 
-One step: scheduler.plan() -> scheduler.apply() -> executor.execute() -> scheduler.advance() -> tokens in, ends found.
-A row that fails ends its own sequence; a step that fails as a whole ends the sequences in it, and no other.
+One step: scheduler.plan() -> scheduler.apply() -> KV swapped out, then in -> executor.execute() -> scheduler.advance()
+-> tokens in, ends found. A row that fails ends its own sequence; a step that fails as a whole ends the sequences in it,
+and no other; a sequence whose swap fails is computed again.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.engine.clock import Clock
@@ -13,7 +14,7 @@ from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.planner import StepPlan
 from kvrelay.engine.request import Logprobs, OutputToken, Sequence, finish_reason
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.engine.step import Executor, RowResult, Sampled, Scheduled
+from kvrelay.engine.step import Applied, Executor, RowResult, Sampled, Scheduled, Swap
 
 log = get_logger(__name__)
 
@@ -66,9 +67,12 @@ class Engine:
         self.num_steps = 0
 
     def plan(self) -> tuple[StepPlan, tuple[Scheduled, ...]]:
-        """Decide what the next step does, and reserve what it needs. `execute` must follow."""
+        """Decide what the next step does, reserve what it needs, and swap. `execute` must follow.
+
+        Whoever is told of blocks after this, another node that fills them included, may write there at once.
+        """
         plan = self.scheduler.plan()
-        scheduled = self.scheduler.apply(plan)
+        scheduled = self._swap(self.scheduler.apply(plan))
         now = self._clock.now()
         for item in scheduled:
             if item.sequence.first_scheduled_at is None:
@@ -112,6 +116,29 @@ class Engine:
             for sequence in sequences
             if sequence.request.deadline <= now
         ]
+
+    def _swap(self, applied: Applied) -> tuple[Scheduled, ...]:
+        """Copy KV to host memory, then back. Returns: what is to be computed; not where the KV did not come back."""
+        for swap in applied.swap_outs:
+            self._copy(self.executor.swap_out, swap)
+        lost = set()
+        for swap in applied.swap_ins:
+            if self._copy(self.executor.swap_in, swap):
+                self.scheduler.restored(swap.sequence)
+            else:
+                lost.add(swap.sequence)
+        return tuple(item for item in applied.scheduled if item.sequence not in lost)
+
+    def _copy(self, copy: Callable[[Seq[tuple[int, int]]], None], swap: Swap) -> bool:
+        """Carry one swap out, or have its sequence computed again."""
+        try:
+            copy(swap.copies)
+        except Exception:  # the root of a swap: it fails this sequence's, and the engine goes on
+            key = swap.sequence.key
+            log.exception("swap_failed", extra=fields(request_id=key.request_id, attempt=key.attempt))
+            self.scheduler.recompute(swap.sequence)
+            return False
+        return True
 
     def _run(self, scheduled: tuple[Scheduled, ...]) -> list[RowResult]:
         try:

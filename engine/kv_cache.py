@@ -1,7 +1,10 @@
-"""The memory of the KV pool: one piece, seen as a tensor by the kernels and as bytes by what moves them.
+"""The memory of the KV pool: one piece, seen as a tensor by the kernels and as bytes by what moves them. Beside it host
+memory for what is swapped out, in blocks of the same size.
 
-Fresh memory costs several times a copy when it is first written, so a thread asks the kernel for the pages in the
-background (MADV_POPULATE_WRITE): that changes no byte, and cannot race with the engine or a transfer that writes there.
+Fresh memory costs several times a copy when it is first written, so a thread asks the kernel for the pool's pages in
+the background (MADV_POPULATE_WRITE): that changes no byte, and cannot race with the engine or a transfer that writes
+there. Host memory takes no page before it is used: many a node never swaps, and the first copy too takes a small part
+of the time of computing that KV again.
 """
 
 import ctypes
@@ -27,17 +30,21 @@ _POPULATE_BYTES = 16 * 2**20  # a call: the wait of a close, and of whoever else
 class KVCache:
     """The pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, buffer: Any = None) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, buffer: Any = None, *, num_host_blocks: int = 0) -> None:
         """`buffer`: writable zeroed memory of num_blocks * block_bytes bytes to use instead of memory of our own, such
         as a mapped memfd; it must outlive the cache. Raises: ConfigError if there is not that much memory."""
         self.layout = layout
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         num_bytes = num_blocks * layout.block_bytes
-        try:
-            memory = mmap.mmap(-1, num_bytes, flags=_PRIVATE) if buffer is None else buffer
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"no memory for {num_blocks} KV blocks, {num_bytes} bytes: {error}") from error
+        memory = _map(num_bytes, f"{num_blocks} KV blocks") if buffer is None else buffer
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
+        self._blocks = flat.view(num_blocks, layout.block_bytes)
+        self._host_blocks = torch.empty(0, layout.block_bytes, dtype=torch.uint8)
+        if num_host_blocks:
+            host_memory = _map(num_host_blocks * layout.block_bytes, f"{num_host_blocks} host blocks")
+            host = torch.frombuffer(host_memory, dtype=torch.uint8)
+            self._host_blocks = host.view(num_host_blocks, layout.block_bytes)
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self.pool: Tensor = flat.view(getattr(torch, layout.dtype)).view(shape)
         self.region: np.ndarray[Any, np.dtype[np.uint8]] = flat.numpy().reshape(num_blocks, layout.block_bytes)
@@ -61,6 +68,16 @@ class KVCache:
         for source, target in copies:
             self.pool[target] = self.pool[source]
 
+    def swap_out(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks to host memory: (block, host block) each."""
+        for block_id, host_block_id in copies:
+            self._host_blocks[host_block_id] = self._blocks[block_id]
+
+    def swap_in(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks back: (host block, block) each."""
+        for host_block_id, block_id in copies:
+            self._blocks[block_id] = self._host_blocks[host_block_id]
+
     def zero_slots(self, block_id: int, first_slot: int) -> None:
         """Zero a block's slots [first_slot, block_size), in every layer, keys and values."""
         self.pool[block_id, :, :, :, first_slot:] = 0
@@ -76,14 +93,30 @@ class KVCache:
                 return
 
 
+def _map(num_bytes: int, purpose: str) -> mmap.mmap:
+    """Fresh memory. Raises: ConfigError if there is not that much."""
+    try:
+        return mmap.mmap(-1, num_bytes, flags=_PRIVATE)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no memory for {purpose}, {num_bytes} bytes: {error}") from error
+
+
 def num_blocks_for(config: EngineConfig, layout: KVLayout) -> int:
     """How many blocks the configuration asks for. Raises: ConfigError if it is none."""
     if config.num_blocks:
         return config.num_blocks
-    num_blocks = parse_size(config.kv_cache_size) // layout.block_bytes
+    return _blocks_in("kv_cache_size", config.kv_cache_size, layout)
+
+
+def num_host_blocks_for(config: EngineConfig, layout: KVLayout) -> int:
+    """How many blocks of host memory the configuration asks for. Raises: ConfigError if less than one."""
+    return _blocks_in("swap_space", config.swap_space, layout) if parse_size(config.swap_space) else 0
+
+
+def _blocks_in(name: str, size: str, layout: KVLayout) -> int:
+    num_blocks = parse_size(size) // layout.block_bytes
     if num_blocks < 1:
         raise ConfigError(
-            f"kv_cache_size = {config.kv_cache_size}: less than one block of {layout.block_size} tokens, "
-            f"{layout.block_bytes} bytes"
+            f"{name} = {size}: less than one block of {layout.block_size} tokens, {layout.block_bytes} bytes"
         )
     return num_blocks

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvrelay.engine.batch import build_batch, prompt_positions
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.errors import ConfigError, Internal, KvrelayError, ModelError
-from kvrelay.engine.kv_cache import KVCache, num_blocks_for
+from kvrelay.engine.kv_cache import KVCache, num_blocks_for, num_host_blocks_for
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.logprobs import NOT_FINITE, token_logprobs
@@ -63,12 +63,16 @@ class ModelRunner:
             block_size=config.block_size,
             dtype=dtype,
         )
-        cache = KVCache(layout, num_blocks_for(config, layout))
+        cache = KVCache(layout, num_blocks_for(config, layout), num_host_blocks=num_host_blocks_for(config, layout))
         cache.populate()
         _log.info(
             "model_loaded",
             extra=fields(
-                model=info.name, dtype=dtype, num_threads=torch.get_num_threads(), num_kv_blocks=cache.num_blocks
+                model=info.name,
+                dtype=dtype,
+                num_threads=torch.get_num_threads(),
+                num_kv_blocks=cache.num_blocks,
+                num_host_blocks=cache.num_host_blocks,
             ),
         )
         return cls(model, cache, kernels, eos_token_ids=info.eos_token_ids, max_model_len=max_model_len)
@@ -82,6 +86,11 @@ class ModelRunner:
         return self._cache.num_blocks
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory that `swap_out` can write to."""
+        return self._cache.num_host_blocks
+
+    @property
     def region(self) -> Any:
         """The pool as bytes: a writable numpy array, uint8 [num_blocks, block_bytes], the same memory, not a copy."""
         return self._cache.region
@@ -89,6 +98,14 @@ class ModelRunner:
     def copy_blocks(self, copies: Seq[tuple[int, int]]) -> None:
         """Copy whole blocks: (from, to) each, one after the other."""
         self._cache.copy_blocks(copies)
+
+    def swap_out(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks to host memory: (block, host block) each."""
+        self._cache.swap_out(copies)
+
+    def swap_in(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks back: (host block, block) each."""
+        self._cache.swap_in(copies)
 
     def zero_slots(self, block_id: int, first_slot: int) -> None:
         """Zero a block's slots [first_slot, block_size), in every layer, keys and values."""

@@ -3,15 +3,17 @@
 A plan is made in one pass down the ranks, the running before the waiting:
 
     running   oldest ---------------> youngest   each gets tokens, and a block where it crosses into one; where none is
-                                                 left, the youngest below gives way to it and is recomputed later
-    waiting   oldest ---------------> ...        started in order, none passing another, unless somebody gave way above
+                                                 left, the youngest below gives way to it: its KV goes to host memory
+                                                 if it fits there, else it is computed again
+    waiting   oldest ---------------> ...        started in order, none passing another, unless somebody gave way above;
+                                                 those swapped out before others of their priority
 
 Old and young are meant by rank: `engine/ranking.py`.
 A sequence that finds no room although all below it would give way keeps its blocks and skips the step: somebody above
 it, or a transfer, holds the rest and will be done. So the oldest always advances, and each preemption frees a block.
 """
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 
 from kvrelay.engine.admission import Admission, Terms
@@ -25,7 +27,8 @@ from kvrelay.engine.step import Scheduled
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A waiting sequence starts: on these cached blocks, and on so many new ones behind them."""
+    """A waiting sequence starts, or one that was swapped out goes on: on these cached blocks, and on so many new ones
+    behind them."""
 
     sequence: Sequence
     cached_block_ids: tuple[int, ...]
@@ -45,6 +48,7 @@ class StepPlan:
     """What the next step does. Empty: there is nothing to do until something changes from outside."""
 
     preempted: tuple[Sequence, ...] = ()  # youngest first: what it leaves cached is evicted first
+    swapped_out: frozenset[Sequence] = frozenset()  # of the preempted, whose KV goes to host memory
     growth: tuple[Growth, ...] = ()
     admitted: tuple[Admitted, ...] = ()  # start to compute
     grants: tuple[Admitted, ...] = ()  # start to wait for another node, which fills their blocks
@@ -68,8 +72,10 @@ class Planner:
         running: Seq[Sequence],
         waiting: Seq[Sequence],
         seated: Seq[Sequence],
+        num_free_host_blocks: int = 0,
     ) -> None:
-        """`running` and `waiting` by rank; `seated`: all that hold blocks and count towards max_num_seqs."""
+        """`running` by rank, `waiting` in the order in which they start; `seated`: all that hold blocks and count
+        towards max_num_seqs."""
         self._pool = pool
         self._admission = admission
         self._ranking = ranking
@@ -78,6 +84,7 @@ class Planner:
         self._seated = seated
         self._ledger = Ledger(pool)
         self._config = config
+        self._num_free_host_blocks = num_free_host_blocks
         self._num_tokens_left = config.max_num_batched_tokens
         self._num_seats_left = config.max_num_seqs - sum(map(admission.num_seats, seated))
         self._lacks_tokens = False  # somebody before the one looked at does
@@ -90,6 +97,7 @@ class Planner:
     def result(self) -> StepPlan:
         return StepPlan(
             preempted=tuple(sequence for sequence in reversed(self._running) if sequence in self._preempted),
+            swapped_out=frozenset(self._swap_out()),
             growth=tuple(Growth(sequence, num_blocks) for sequence, num_blocks in self._growth.items()),
             admitted=tuple(self._admitted),
             grants=tuple(self._grants),
@@ -140,7 +148,7 @@ class Planner:
         self._num_seats_left -= num_seats
         admitted = Admitted(sequence, tuple(cached), num_new_blocks)
         if terms.computes:
-            start = len(cached) * self._pool.block_size
+            start = max(len(cached) * self._pool.block_size, sequence.num_computed_tokens)
             self._admitted.append(admitted)
             self._schedule(sequence, start, self._chunk_end(sequence, start, self._num_tokens_left))
         else:
@@ -214,6 +222,15 @@ class Planner:
         """How far a sequence is computed that may have so many tokens of this step."""
         threshold = self._config.long_prefill_token_threshold
         return min(sequence.num_tokens, start + (min(limit, threshold) if threshold else limit))
+
+    def _swap_out(self) -> Iterator[Sequence]:
+        """Of those that give way: whose KV fits in host memory as a whole, the highest ranks first."""
+        num_left = self._num_free_host_blocks
+        for sequence in filter(self._preempted.__contains__, self._running):
+            num_blocks = blocks_for(sequence.num_computed_tokens, self._pool.block_size)
+            if num_blocks <= num_left:
+                num_left -= num_blocks
+                yield sequence
 
     def _schedule(self, sequence: Sequence, start: int, end: int) -> None:
         self._scheduled[sequence] = Scheduled(sequence, start, end)

@@ -97,6 +97,7 @@ class Status(Enum):
     WAITING = auto()  # in the queue, owns no blocks
     REMOTE = auto()  # granted: a transfer owns its blocks and fills them
     RUNNING = auto()
+    SWAPPED = auto()  # gave way: its KV lies in host memory, and it owns no blocks
     FINISHED = auto()  # owns no blocks
 
 
@@ -116,6 +117,7 @@ class Sequence:
     num_prompt_logprobs: int = 0  # prompt tokens whose log-probabilities are known, or not asked for: from the first on
     block_table: list[int] = field(default_factory=list)  # pool block of tokens [i*B, (i+1)*B)
     block_hashes: list[bytes] = field(default_factory=list)  # of each full block of token_ids
+    host_block_ids: tuple[int, ...] = ()  # while SWAPPED: host block of tokens [i*B, (i+1)*B), as far as computed
     status: Status = Status.WAITING
     awaits_kv: bool = False  # another node is to fill its blocks; False again once they have landed
     num_preemptions: int = 0

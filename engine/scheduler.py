@@ -6,7 +6,8 @@ takes in what was computed. Knows no network and no tensor; what differs between
 """
 
 from bisect import insort
-from collections.abc import Iterable, Sequence as Seq
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 
 from kvrelay.engine.admission import Admission
@@ -14,10 +15,12 @@ from kvrelay.engine.block_hash import extend_block_hashes, root_hash
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.errors import TooLarge
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.planner import Admitted, Planner, StepPlan
 from kvrelay.engine.ranking import Ranking
 from kvrelay.engine.request import OutputToken, Request, Sequence, Status
-from kvrelay.engine.step import Scheduled
+from kvrelay.engine.step import Applied, Scheduled, Swap
+from kvrelay.engine.swap_space import SwapSpace, SwapStatistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,25 +28,33 @@ class SchedulerStatistics:
     """A snapshot, and counters since the start."""
 
     num_running: int
-    num_waiting: int
+    num_waiting: int  # those swapped out among them
     num_remote: int = 0  # granted, and not yet landed
     num_expected: int = 0  # called for, and not yet offered
     num_preemptions: int
     num_prefix_queries: int  # tokens of all starts
     num_prefix_hits: int  # of these, found in the prefix cache
+    swap: SwapStatistics
 
 
 class Scheduler:
     """The queue, the running, and their blocks. Owned by the engine thread."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, admission: Admission) -> None:
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, admission: Admission, *, num_host_blocks: int = 0
+    ) -> None:
+        """`num_host_blocks`: the executor's room for the KV of those that give way."""
         self.config = config
         self.pool = pool
         self.admission = admission
         self.ranking = Ranking(config.priority_ageing_s)
         self.waiting: list[Sequence] = []  # by rank, without blocks, block_hashes complete
+        self.swapped: list[Sequence] = []  # by rank, without blocks, their KV in host memory
         self.running: list[Sequence] = []  # by rank
+        self.swap_space = SwapSpace(num_host_blocks)
         self._num_preemptions = 0
+        self._num_swapped_out = 0
+        self._num_swapped_in = 0
         self._num_prefix_queries = 0
         self._num_prefix_hits = 0
 
@@ -77,29 +88,45 @@ class Scheduler:
             self.admission,
             self.ranking,
             running=self.running,
-            waiting=self.waiting,
+            waiting=list(self._in_turn()),
             seated=self.seated(),
+            num_free_host_blocks=self.swap_space.num_free,
         )
         planner.schedule_running()
         planner.admit_waiting()
         return planner.result()
 
-    def apply(self, plan: StepPlan) -> tuple[Scheduled, ...]:
+    def apply(self, plan: StepPlan) -> Applied:
         """Carry a plan out: afterwards each block table covers what is scheduled."""
+        swap_outs = []
         for sequence in plan.preempted:
-            self._preempt(sequence)
+            sequence.num_preemptions += 1
+            self._num_preemptions += 1
+            if sequence in plan.swapped_out:
+                swap_outs.append(self._swap_out(sequence))
+            else:
+                self.recompute(sequence)
         starts = (*plan.admitted, *plan.grants)
         for start in starts:
             self.pool.acquire(start.cached_block_ids)  # before anything is allocated: that evicts
         for growth in plan.growth:
             growth.sequence.block_table += self.pool.allocate(growth.num_new_blocks)
-        for start in starts:
-            self._start(start)
+        swap_ins = [swap for start in starts if (swap := self._start(start))]
         for start in plan.admitted:
             self._run(start.sequence)
         for start in plan.grants:
             self._grant(start.sequence)
-        return plan.scheduled
+        return Applied(tuple(swap_outs), tuple(swap_ins), plan.scheduled)
+
+    def restored(self, sequence: Sequence) -> None:
+        """The KV of a sequence that was swapped out is in its blocks again, and can be found there."""
+        self._publish(sequence, 0, sequence.num_computed_tokens)
+
+    def recompute(self, sequence: Sequence) -> None:
+        """A running or swapped sequence gives up its KV, and waits to be computed again."""
+        self._take_off(sequence)
+        sequence.num_computed_tokens = 0
+        self._enqueue(sequence)
 
     def advance(self, scheduled: Iterable[Scheduled]) -> None:
         """Take in rows whose KV is computed: their full blocks can be found from now on. Never a row that failed."""
@@ -142,25 +169,37 @@ class Scheduler:
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence wherever it is, and take its blocks back. Does nothing to one that has ended."""
-        if sequence.status is Status.RUNNING:
-            _remove(self.running, sequence)
-            self._release(sequence)
-        elif sequence.status is Status.WAITING:
-            _remove(self.waiting, sequence)
+        self._take_off(sequence)
         sequence.status = Status.FINISHED
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + len(self.swapped),
             num_preemptions=self._num_preemptions,
             num_prefix_queries=self._num_prefix_queries,
             num_prefix_hits=self._num_prefix_hits,
+            swap=SwapStatistics(
+                num_host_blocks=self.swap_space.num_blocks,
+                num_free_host_blocks=self.swap_space.num_free,
+                num_swapped=len(self.swapped),
+                num_swapped_out=self._num_swapped_out,
+                num_swapped_in=self._num_swapped_in,
+            ),
         )
 
     def seated(self) -> list[Sequence]:
         """Those that hold blocks and count towards max_num_seqs."""
         return self.running
+
+    def _in_turn(self) -> Iterator[Sequence]:
+        """Who starts next: those that were swapped out, which go on at once and give host memory back, and before them
+        only whoever might have had them preempted."""
+        swapped, waiting = deque(self.swapped), deque(self.waiting)
+        while swapped and waiting:
+            yield (waiting if self.ranking.may_displace(waiting[0], swapped[0]) else swapped).popleft()
+        yield from swapped
+        yield from waiting
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
@@ -174,28 +213,59 @@ class Scheduler:
         sequence.status = Status.WAITING
         insort(self.waiting, sequence, key=self.ranking.rank)
 
-    def _start(self, start: Admitted) -> None:
+    def _start(self, start: Admitted) -> Swap | None:
+        """Returns: how the KV comes back that was swapped out."""
         sequence = start.sequence
-        _remove(self.waiting, sequence)
         sequence.block_table = [*start.cached_block_ids, *self.pool.allocate(start.num_new_blocks)]
+        if sequence.status is Status.SWAPPED:
+            return self._swap_in(sequence, len(start.cached_block_ids))
+        _remove(self.waiting, sequence)
         num_cached_tokens = len(start.cached_block_ids) * self.pool.block_size
         sequence.num_computed_tokens = num_cached_tokens
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = num_cached_tokens
         self._num_prefix_queries += sequence.num_tokens
         self._num_prefix_hits += num_cached_tokens
+        return None
 
-    def _preempt(self, sequence: Sequence) -> None:
-        _remove(self.running, sequence)
-        self._release(sequence)
-        sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
-        self._num_preemptions += 1
-        self._enqueue(sequence)
+    def _swap_out(self, sequence: Sequence) -> Swap:
+        """All that it has computed goes to host memory, shared blocks too: whoever shares them may end before it."""
+        num_blocks = blocks_for(sequence.num_computed_tokens, self.pool.block_size)
+        host_block_ids = self.swap_space.allocate(num_blocks)
+        copies = tuple(zip(sequence.block_table, host_block_ids, strict=False))
+        self._take_off(sequence)
+        sequence.host_block_ids = host_block_ids
+        sequence.status = Status.SWAPPED
+        insort(self.swapped, sequence, key=self.ranking.rank)
+        self._num_swapped_out += 1
+        return Swap(sequence, copies)
+
+    def _swap_in(self, sequence: Sequence, num_cached_blocks: int) -> Swap:
+        """What the prefix cache does not hold comes back; its first blocks may never have left the pool."""
+        copies = tuple(zip(sequence.host_block_ids, sequence.block_table, strict=False))[num_cached_blocks:]
+        _remove(self.swapped, sequence)
+        self._release_host_blocks(sequence)
+        self._num_swapped_in += 1
+        return Swap(sequence, copies)
+
+    def _take_off(self, sequence: Sequence) -> None:
+        """Take a sequence from wherever it is, and what it holds back."""
+        if sequence.status is Status.RUNNING:
+            _remove(self.running, sequence)
+            self._release(sequence)
+        elif sequence.status is Status.WAITING:
+            _remove(self.waiting, sequence)
+        elif sequence.status is Status.SWAPPED:
+            _remove(self.swapped, sequence)
+            self._release_host_blocks(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.block_table)
         sequence.block_table = []
+
+    def _release_host_blocks(self, sequence: Sequence) -> None:
+        self.swap_space.release(sequence.host_block_ids)
+        sequence.host_block_ids = ()
 
     def _publish(self, sequence: Sequence, start: int, end: int) -> None:
         """Let the blocks be found that the tokens [start, end) have filled."""

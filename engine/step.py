@@ -28,6 +28,23 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
+class Swap:
+    """A sequence's KV goes to host memory, or comes back from there."""
+
+    sequence: Sequence
+    copies: tuple[tuple[int, int], ...]  # whole blocks: (from, to) each
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What is left to do for a plan that was applied, in this order."""
+
+    swap_outs: tuple[Swap, ...] = ()  # to be copied before anything is written to blocks that changed hands
+    swap_ins: tuple[Swap, ...] = ()
+    scheduled: tuple[Scheduled, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """A token, and its log-probabilities where the request asks for them."""
 
@@ -57,6 +74,10 @@ class Executor(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory that `swap_out` can write to."""
+
+    @property
     def region(self) -> Any:
         """The pool as bytes: a writable numpy array, uint8 [num_blocks, block_bytes], the same memory, not a copy."""
 
@@ -65,6 +86,12 @@ class Executor(Protocol):
 
     def copy_blocks(self, copies: Seq[tuple[int, int]]) -> None:
         """Copy whole blocks: (from, to) each."""
+
+    def swap_out(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks to host memory: (block, host block) each. Done when it returns."""
+
+    def swap_in(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole blocks back: (host block, block) each. Done when it returns."""
 
     def zero_slots(self, block_id: int, first_slot: int) -> None:
         """Zero a block's slots [first_slot, block_size), in every layer, keys and values."""

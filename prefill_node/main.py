@@ -1,5 +1,7 @@
 """The prefill node as a process: what its core is made of."""
 
+from dataclasses import replace
+
 from kvrelay.connector.factory import make_sender
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
@@ -13,6 +15,7 @@ from kvrelay.prefill_node.node import PrefillNode
 
 def run(config: PrefillConfig) -> int:
     """Run a prefill node until it is told to stop. Returns the exit code. Raises: KvrelayError if it cannot start."""
+    config = replace(config, swap_space="0")  # a prompt that has started is never preempted
     return run_node(config, Role("prefill", lambda parts: _build(config, parts)))
 
 

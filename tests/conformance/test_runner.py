@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.forward import make_sequence
+from support.requests import resident_bytes
 from support.tiny_model import make_tiny_model
 
-from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.config import EngineConfig, parse_size
 from kvrelay.engine.errors import ConfigError, Internal
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.kv_layout import KVLayout
@@ -126,6 +127,37 @@ def test_a_copied_block_is_the_same_and_no_other_changes(runner: ModelRunner) ->
     assert (runner.region == np.array(expected, dtype=np.uint8)[:, None]).all()
 
 
+def test_blocks_come_back_from_host_memory_as_they_went_and_no_others_change(runner: ModelRunner) -> None:
+    assert runner.num_host_blocks == parse_size(EngineConfig.swap_space) // runner.layout.block_bytes
+    content = np.random.default_rng(0).integers(256, size=runner.region.shape, dtype=np.uint8)
+    runner.region[:] = content
+    last = runner.num_host_blocks - 1
+    runner.swap_out([])
+    runner.swap_out([(3, 0), (39, last), (0, 7)])
+    assert np.array_equal(runner.region, content)
+    runner.region[:] = 1
+    runner.swap_in([(last, 2), (0, 3)])
+    runner.swap_in([(last, 5)])
+    expected = np.ones_like(content)
+    expected[2], expected[3], expected[5] = content[39], content[3], content[39]
+    assert np.array_equal(runner.region, expected)
+
+
+def test_host_memory_takes_no_page_before_it_is_used() -> None:
+    layout = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
+    before = resident_bytes()
+    cache = KVCache(layout, 1, num_host_blocks=2**30 // layout.block_bytes)
+    assert resident_bytes() - before < 2**28
+    cache.swap_out([(0, cache.num_host_blocks - 1)])
+
+
+@pytest.mark.parametrize("swap_space", ["0", "0GiB"])
+def test_without_swap_space_there_is_no_host_block(folder: Path, swap_space: str) -> None:
+    runner = load(folder, swap_space=swap_space)
+    assert runner.num_host_blocks == 0
+    runner.close()
+
+
 def test_a_sequence_goes_on_from_copied_blocks_as_from_its_own(runner: ModelRunner) -> None:
     """Two choices part in the middle of a block: each goes on in a copy of it, over the same block before it."""
     prompt = list(range(50, 70))
@@ -179,7 +211,10 @@ def test_auto_takes_the_checkpoints_dtype_and_float32_where_the_cpu_has_no_bfloa
     [
         ({"max_model_len": 129}, "max_model_len = 129: the model's own limit is 128"),
         ({"num_blocks": 0, "kv_cache_size": "1KiB"}, "kv_cache_size = 1KiB: less than one block"),
-        ({"num_blocks": 2**50}, "no memory for"),
+        ({"num_blocks": 2**50}, "no memory for 1125899906842624 KV blocks"),
+        ({"swap_space": "1KiB"}, "swap_space = 1KiB: less than one block"),
+        ({"swap_space": "1000000000GiB"}, "host blocks"),
+        ({"swap_space": "much"}, "size 'much'"),
         ({"device": "cuda"}, "device = cuda"),
     ],
 )

@@ -35,6 +35,7 @@ LIMITS = {
     "priority_ageing_s": st.sampled_from([0.0, 3.0, 60.0]),  # a second between two arrivals
     "prefix_caching": st.booleans(),
 }
+SWAP = {"num_host_blocks": st.sampled_from([0, 0, 3, 20])}
 ARRIVAL = {
     "prompt": PROMPTS,
     "max_tokens": st.integers(1, 20),
@@ -52,7 +53,7 @@ class LocalMachine(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(**LIMITS)
+    @initialize(**LIMITS, **SWAP)
     def start(self, **limits) -> None:
         self.world = local_world(**limits)
 
@@ -94,7 +95,7 @@ class LocalMachine(RuleBasedStateMachine):
 class DecodeMachine(LocalMachine):
     """Beside them, prompts whose KV comes from elsewhere: called, offered, granted, landed or not, in any order."""
 
-    @initialize(**LIMITS)
+    @initialize(**LIMITS, **SWAP)
     def start(self, **limits) -> None:
         self.world = decode_world(**limits)
 
@@ -185,6 +186,7 @@ def random_move(world: World, rng: Random) -> None:
 def test_long_lives_in_crowded_pools_go_as_a_naive_scheduler_says(make_world, seed) -> None:
     """Covers B04, G02, G04, G05: more waits here, and for longer, than in the lives above."""
     rng = Random(seed)
+    swap = {} if make_world is prefill_world else {"num_host_blocks": rng.choice((0, 3, 20))}
     world = make_world(
         rng.choice((rng.randint(4, 12), rng.randint(4, 40))),
         max_num_seqs=rng.choice((1, 2, rng.randint(3, 8))),
@@ -193,6 +195,7 @@ def test_long_lives_in_crowded_pools_go_as_a_naive_scheduler_says(make_world, se
         long_prefill_token_threshold=rng.choice((0, 0, 1, 5)),
         priority_ageing_s=rng.choice((0.0, 3.0, 60.0)),
         prefix_caching=rng.random() < 0.8,
+        **swap,
     )
     for _ in range(200):
         random_move(world, rng)

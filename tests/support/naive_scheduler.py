@@ -31,7 +31,7 @@ class NaiveSequence:
     salt: str
     n: int
     tokens: list[int]
-    state: Literal["expected", "waiting", "remote", "running"]
+    state: Literal["expected", "waiting", "remote", "running", "swapped"]
     awaits_kv: bool
     num_first: int  # tokens that it arrived with
     table: list[NaiveBlock] = field(default_factory=list)
@@ -49,6 +49,7 @@ class Decision:
     """One step. Starts: name to (cached blocks, new blocks); growth: name to new blocks; rows: name to [start, end)."""
 
     preempted: list[Name] = field(default_factory=list)  # youngest first
+    swapped_out: set[Name] = field(default_factory=set)  # of these: what they have computed goes to host memory
     growth: dict[Name, int] = field(default_factory=dict)
     admitted: dict[Name, tuple[int, int]] = field(default_factory=dict)
     grants: dict[Name, tuple[int, int]] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class Rules:
     threshold: int
     ageing_s: float
     num_spare: int  # the watermark, in blocks
+    host_blocks: int
     prefix_caching: bool
 
 
@@ -145,26 +147,35 @@ class NaiveScheduler:
         for name in decision.preempted:
             sequence = self.sequences[name]
             self._let_go(sequence.table)
-            sequence.table, sequence.computed, sequence.state = [], 0, "waiting"
+            sequence.table, sequence.state = [], "swapped"
+            if name not in decision.swapped_out:
+                sequence.computed, sequence.state = 0, "waiting"
             sequence.preemptions += 1
         starts = decision.admitted | decision.grants
+        back = [name for name in starts if self.sequences[name].state == "swapped"]
         for name, (num_cached, _) in starts.items():
             sequence = self.sequences[name]
             sequence.table = self.found(sequence, num_cached)
             assert len(sequence.table) == num_cached
             sequence.state = "running" if name in decision.admitted else "remote"
-            sequence.computed = num_cached * self.rules.block_size
+            if name not in back:
+                sequence.computed = num_cached * self.rules.block_size
             if sequence.preemptions == 0:
                 sequence.cached = sequence.computed
         for name, num_new in (decision.growth | {name: num_new for name, (_, num_new) in starts.items()}).items():
             for _ in range(num_new):
                 self.sequences[name].table.append(self._take_block())
+        for name in back:
+            self._computed(self.sequences[name], 0, self.sequences[name].computed)
 
     def advance(self, decision: Decision) -> None:
         for name, (start, end) in decision.rows.items():
             self._computed(self.sequences[name], start, end)
 
     # --- what is there
+
+    def host_blocks_left(self) -> int:
+        return self.rules.host_blocks - sum(self._blocks_for(s.computed) for s in self.in_order("swapped"))
 
     def held(self) -> set[NaiveBlock]:
         tables = [*(sequence.table for sequence in self.sequences.values()), *self.pins.values()]
@@ -189,6 +200,20 @@ class NaiveScheduler:
 
     def in_order(self, state: str) -> list[NaiveSequence]:
         return sorted((s for s in self.sequences.values() if s.state == state), key=self.rank)
+
+    def queue(self) -> list[NaiveSequence]:
+        """Who starts next: those in host memory, and before them whoever could have had them preempted."""
+        queue, place = self.in_order("swapped"), 0
+        for sequence in self.in_order("waiting"):
+            while place < len(queue) and not self.may_displace(sequence, queue[place]):
+                place += 1
+            queue.insert(place, sequence)
+            place += 1
+        return queue
+
+    def may_displace(self, sequence: NaiveSequence, other: NaiveSequence) -> bool:
+        """Only one of lower priority that ranks below as well."""
+        return other.priority > sequence.priority and self.rank(other) > self.rank(sequence)
 
     def rank(self, sequence: NaiveSequence) -> tuple[float, float, Name]:
         ageing_s = self.rules.ageing_s
@@ -247,7 +272,7 @@ class _Draft:
     def __init__(self, node: NaiveScheduler) -> None:
         self.node = node
         self.rules = node.rules
-        self.running, self.waiting = node.in_order("running"), node.in_order("waiting")
+        self.running, self.waiting = node.in_order("running"), node.queue()
         self.seated = [*self.running, *node.in_order("remote")]
         self.gone: list[NaiveSequence] = []
         self.growth: dict[NaiveSequence, int] = {}
@@ -263,11 +288,22 @@ class _Draft:
         starts = {s: (len(cached), num_new) for s, (cached, num_new) in self.started.items()}
         return Decision(
             preempted=[s.name for s in reversed(self.running) if s in self.gone],
+            swapped_out=self._swapped_out(),
             growth={s.name: num_blocks for s, num_blocks in self.growth.items()},
             admitted={s.name: start for s, start in starts.items() if not s.awaits_kv},
             grants={s.name: start for s, start in starts.items() if s.awaits_kv},
             rows={s.name: row for s, row in self.rows.items()},
         )
+
+    def _swapped_out(self) -> set[Name]:
+        """The oldest that give way come first, each with all that it has computed or not at all."""
+        left, names = self.node.host_blocks_left(), set()
+        for sequence in self.running:
+            num_blocks = -(-sequence.computed // self.rules.block_size)
+            if sequence in self.gone and num_blocks <= left:
+                left -= num_blocks
+                names.add(sequence.name)
+        return names
 
     # --- counted anew each time
 
@@ -308,7 +344,7 @@ class _Draft:
     def _start(self, sequence: NaiveSequence) -> bool:
         """Whether the next in the queue may be looked at."""
         node, rules = self.node, self.rules
-        is_oldest = all(node.rank(sequence) < node.rank(s) for s in (*self.seated, *self.started, *self.kept))
+        is_oldest = sequence is self.waiting[0] and all(node.rank(sequence) < node.rank(s) for s in self.seated)
         num_spare = 0 if is_oldest else rules.num_spare
         num_seats, num_blocks = node.seats(sequence), node.blocks_to_start(sequence)
         if not sequence.awaits_kv and self.tokens_left() == 0:
@@ -316,15 +352,17 @@ class _Draft:
             return self.blocks_left() >= num_spare and self.seats_taken() <= rules.seats
         if self.kept and self.seats_taken() + num_seats > rules.budget:
             return False
-        most = (len(sequence.tokens) if sequence.awaits_kv else len(sequence.tokens) - 1) // rules.block_size
-        cached = node.found(sequence, most)
+        most = len(sequence.tokens) if sequence.awaits_kv else len(sequence.tokens) - 1
+        if sequence.state == "swapped":
+            most = sequence.computed
+        cached = node.found(sequence, most // rules.block_size)
         self.started[sequence] = (cached, num_blocks - len(cached))
-        lower = [s for s in self.running if s.priority > sequence.priority and node.rank(s) > node.rank(sequence)]
+        lower = [s for s in self.running if node.may_displace(sequence, s)]
         if not self._make_room(lower, lambda: self.blocks_left() >= num_spare and self.seats_taken() <= rules.seats):
             del self.started[sequence]
             return False
         if not sequence.awaits_kv:
-            start = len(cached) * rules.block_size
+            start = sequence.computed if sequence.state == "swapped" else len(cached) * rules.block_size
             self.rows[sequence] = (start, self._chunk_end(sequence, start, self.tokens_left()))
         return True
 

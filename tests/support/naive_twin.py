@@ -35,6 +35,7 @@ def in_names(plan: StepPlan) -> Decision:
     """A plan as a naive scheduler puts it."""
     return Decision(
         preempted=list(map(name_of, plan.preempted)),
+        swapped_out=set(map(name_of, plan.swapped_out)),
         growth={name_of(growth.sequence): growth.num_new_blocks for growth in plan.growth},
         admitted={name_of(s.sequence): (len(s.cached_block_ids), s.num_new_blocks) for s in plan.admitted},
         grants={name_of(s.sequence): (len(s.cached_block_ids), s.num_new_blocks) for s in plan.grants},
@@ -52,6 +53,7 @@ def rules_of(scheduler: Scheduler, role: Role) -> Rules:
         budget=config.max_num_batched_tokens,
         threshold=config.long_prefill_token_threshold,
         ageing_s=config.priority_ageing_s,
+        host_blocks=scheduler.swap_space.num_blocks,
         num_spare=ceil(pool.num_blocks * config.watermark),
         prefix_caching=config.prefix_caching,
     )

@@ -100,7 +100,7 @@ class Oracle:
         answers = {request.key: OracleAnswer() for request in requests}
         for request in requests:
             scheduler.add(Sequence(request))
-        while scheduler.waiting or scheduler.running:
+        while scheduler.waiting or scheduler.running or scheduler.swapped:
             for row in engine.execute(*engine.plan()).outputs:
                 assert row.error is None, row.error
                 answers[row.sequence.key].take(row)

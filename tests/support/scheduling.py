@@ -25,7 +25,7 @@ from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.planner import StepPlan
 from kvrelay.engine.request import FinishReason, OutputToken, Request, RequestKey, SamplingParams, Sequence, Status
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.engine.step import Scheduled
+from kvrelay.engine.step import Applied, Scheduled
 from kvrelay.prefill_node.admission import PrefillAdmission
 
 BLOCK_SIZE = 4
@@ -71,6 +71,8 @@ class World:
         self.num_steps = 0
         self._numbers = count()
         self._slots: dict[tuple[int, int], int] = {}
+        self._host_slots: dict[tuple[int, int], int] = {}
+        self._num_computed: dict[Sequence, int] = {}  # of those swapped out
         self._chains: dict[Sequence, list[int]] = {}
 
     # --- what may happen
@@ -142,7 +144,9 @@ class World:
         decision = self.naive.decide()
         assert in_names(plan) == decision
         self._check_plan(plan)
-        scheduled = self.scheduler.apply(plan)
+        applied = self.scheduler.apply(plan)
+        scheduled = applied.scheduled
+        self._swap(applied)
         for start in plan.grants:
             assert start.sequence.num_preemptions == 0, "it had landed already"
             self.remote[start.sequence] = grant_plan(start.sequence, self.pool.block_size)
@@ -171,6 +175,7 @@ class World:
         self.check()
         assert self.pool.counts().owned == 0
         assert self.pool.counts().quarantined == 0
+        assert self.scheduler.swap_space.num_free == self.scheduler.swap_space.num_blocks
 
     def end_transfers(self) -> None:
         for sequence in list(self.expected):
@@ -198,10 +203,16 @@ class World:
         references = Counter(b for sequence in scheduler.running for b in sequence.block_table)
         references.update(self.held_by_transfers())
         assert references == {b: pool.num_references(b) for b in range(pool.num_blocks) if pool.num_references(b)}
-        for queue, status in ((scheduler.running, Status.RUNNING), (scheduler.waiting, Status.WAITING)):
+        queues = {
+            Status.RUNNING: scheduler.running,
+            Status.WAITING: scheduler.waiting,
+            Status.SWAPPED: scheduler.swapped,
+        }
+        for status, queue in queues.items():
             ranks = list(map(scheduler.ranking.rank, queue))
             assert ranks == sorted(set(ranks))
             assert all(sequence.status is status for sequence in queue)
+        self._check_swapped()
         seated = (*scheduler.running, *self.remote)
         assert sum(map(scheduler.admission.num_seats, seated)) <= scheduler.config.max_num_seqs
         for sequence in scheduler.running:
@@ -213,6 +224,19 @@ class World:
             holds = sequence in self.remote or sequence in self.ended_remote or sequence.status is Status.RUNNING
             assert holds or not sequence.block_table
         check_agrees(self.scheduler, self.naive, self.live(), self.expected)
+
+    def _check_swapped(self) -> None:
+        """Each host block is free, or holds computed tokens of one swapped sequence."""
+        swap_space = self.scheduler.swap_space
+        swap_space.check_integrity()
+        held = [b for sequence in self.sequences for b in sequence.host_block_ids]
+        assert len(set(held)) == len(held) == swap_space.num_blocks - swap_space.num_free
+        for sequence in self.sequences:
+            if sequence.status is Status.SWAPPED:
+                assert sequence.num_computed_tokens == self._num_computed[sequence], "it has forgotten what it had"
+                self._check_slots(sequence, self._host_slots, sequence.host_block_ids, sequence.num_computed_tokens)
+            else:
+                assert not sequence.host_block_ids
 
     def _check_plan(self, plan: StepPlan) -> None:
         scheduler, pool, rank = self.scheduler, self.pool, self.scheduler.ranking.rank
@@ -233,15 +257,27 @@ class World:
                 assert rank(last) < rank(victim)
             lost = Counter(b for other in plan.preempted for b in other.block_table)
             assert any(pool.num_references(b) == lost[b] for b in victim.block_table), "it gives way for nothing"
+        self._check_swap_outs(plan)
         num_tokens = sum(row.num_new_tokens for row in plan.scheduled)
         # Those who give way give their tokens back, when whoever lacked them has been passed already.
         lacks_tokens = num_tokens == scheduler.config.max_num_batched_tokens or bool(plan.preempted)
-        for sequence in scheduler.waiting:
-            behind = [other for other in starts if rank(other) > rank(sequence) and sequence not in starts]
+        live = {name_of(sequence): sequence for sequence in self.live()}
+        in_turn = [live[twin.name] for twin in self.naive.queue()]
+        for index, sequence in enumerate(in_turn):
+            behind = [other for other in starts if other in in_turn[index + 1 :] and sequence not in starts]
             assert all(other.awaits_kv for other in behind), "one that computes passed another"
             assert not behind or (lacks_tokens and not sequence.awaits_kv), "one passed another"
         if scheduler.running and scheduler.running[0] not in (*rows, *plan.preempted):
             self._check_stuck(scheduler.running[0])
+
+    def _check_swap_outs(self, plan: StepPlan) -> None:
+        """Those that give way are swapped while there is room for all that they have computed."""
+        num_left = self.scheduler.swap_space.num_free
+        num_left -= sum(blocks_for(s.num_computed_tokens, self.pool.block_size) for s in plan.swapped_out)
+        assert num_left >= 0
+        assert set(plan.swapped_out) <= set(plan.preempted)
+        for victim in set(plan.preempted) - set(plan.swapped_out):
+            assert blocks_for(victim.num_computed_tokens, self.pool.block_size) > num_left, "it would have fitted"
 
     def _check_stuck(self, oldest: Sequence) -> None:
         """The oldest may skip a step only where all that it does not hold itself belongs to transfers."""
@@ -285,9 +321,23 @@ class World:
             sequences, copies = self.scheduler.fork(sequence, going_on)
             assert sequences[0] is sequence
             self.sequences += sequences[1:]
-            for source, target in copies:
-                for slot in range(self.pool.block_size):
-                    self._slots[(target, slot)] = self._slots.get((source, slot), _GARBAGE)
+            self._copy_slots(self._slots, self._slots, copies)
+
+    def _swap(self, applied: Applied) -> None:
+        """What an engine does with KV that goes to host memory and comes back."""
+        for swap in applied.swap_outs:
+            self._num_computed[swap.sequence] = swap.sequence.num_computed_tokens
+            self._copy_slots(self._slots, self._host_slots, swap.copies)
+        for swap in applied.swap_ins:
+            self._copy_slots(self._host_slots, self._slots, swap.copies)
+            self.scheduler.restored(swap.sequence)
+            assert swap.sequence.num_computed_tokens == self._num_computed.pop(swap.sequence)
+            self.check_kv(swap.sequence, swap.sequence.block_table, swap.sequence.num_computed_tokens)
+
+    def _copy_slots(self, source: dict[Any, int], target: dict[Any, int], copies: Iterable[tuple[int, int]]) -> None:
+        for source_id, target_id in copies:
+            for slot in range(self.pool.block_size):
+                target[(target_id, slot)] = source.get((source_id, slot), _GARBAGE)
 
     # --- the model that is none
 
@@ -321,8 +371,11 @@ class World:
 
     def check_kv(self, sequence: Sequence, block_table: Seq[int], end: int) -> None:
         """The slots of tokens [0, end) hold what they should."""
+        self._check_slots(sequence, self._slots, block_table, end)
+
+    def _check_slots(self, sequence: Sequence, slots: dict[Any, int], block_table: Seq[int], end: int) -> None:
         for position, expected in enumerate(self._chain(sequence)[:end]):
-            assert self._slots.get(self._slot(block_table, position)) == expected, f"{sequence.key}: KV of {position}"
+            assert slots.get(self._slot(block_table, position)) == expected, f"{sequence.key}: KV of {position}"
 
     def _compute(self, scheduled: Iterable[Scheduled]) -> None:
         rows = list(scheduled)
@@ -391,15 +444,17 @@ class DecodeWorld(World):
     role = "decode"
 
 
-def local_world(num_blocks: int, **options: Any) -> World:
+def local_world(num_blocks: int, *, num_host_blocks: int = 0, **options: Any) -> World:
     config = make_config(**options)
     pool = BlockPool(num_blocks, BLOCK_SIZE, prefix_caching=config.prefix_caching)
-    return World(Scheduler(config, pool, LocalAdmission(BLOCK_SIZE, config.watermark)))
+    admission = LocalAdmission(BLOCK_SIZE, config.watermark)
+    return World(Scheduler(config, pool, admission, num_host_blocks=num_host_blocks))
 
 
-def decode_world(num_blocks: int, **options: Any) -> World:
+def decode_world(num_blocks: int, *, num_host_blocks: int = 0, **options: Any) -> World:
     config = make_config(**options)
-    return DecodeWorld(DecodeScheduler(config, BlockPool(num_blocks, BLOCK_SIZE, prefix_caching=config.prefix_caching)))
+    pool = BlockPool(num_blocks, BLOCK_SIZE, prefix_caching=config.prefix_caching)
+    return DecodeWorld(DecodeScheduler(config, pool, num_host_blocks=num_host_blocks))
 
 
 def prefill_world(num_blocks: int, **options: Any) -> PrefillWorld:
@@ -421,11 +476,17 @@ def fingerprint(world: World) -> tuple[Any, ...]:
             s.status,
             s.awaits_kv,
             s.num_preemptions,
+            s.host_block_ids,
         )
         for s in world.sequences
     )
-    queues = (tuple(scheduler.running), tuple(scheduler.waiting), frozenset(scheduler.seated()))
-    return (repr(vars(world.pool)), queues, scheduler.statistics(), sequences)
+    queues = (
+        tuple(scheduler.running),
+        tuple(scheduler.waiting),
+        tuple(scheduler.swapped),
+        frozenset(scheduler.seated()),
+    )
+    return (repr(vars(world.pool)), repr(vars(scheduler.swap_space)), queues, scheduler.statistics(), sequences)
 
 
 def _final_length(sequence: Sequence) -> int:

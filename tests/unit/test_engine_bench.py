@@ -17,6 +17,7 @@ class TimedExecutor:
 
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32")
     region = None
+    num_host_blocks = 0
 
     def __init__(self, clock: FakeClock, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -33,6 +34,12 @@ class TimedExecutor:
 
     def copy_blocks(self, copies: Seq[tuple[int, int]]) -> None:
         raise AssertionError("nothing is forked")
+
+    def swap_out(self, copies: Seq[tuple[int, int]]) -> None:
+        raise AssertionError("nothing is preempted")
+
+    def swap_in(self, copies: Seq[tuple[int, int]]) -> None:
+        raise AssertionError("nothing is preempted")
 
     def zero_slots(self, block_id: int, first_slot: int) -> None:
         raise AssertionError("nothing lands")

@@ -182,7 +182,7 @@ def test_blocks_of_a_row_that_failed_are_never_found() -> None:
     """A step that fails is not taken in: its rows' blocks hold nobody knows what."""
     world = local_world(20)
     sequence = world.arrive(numbers(9))
-    scheduled = world.scheduler.apply(world.scheduler.plan())
+    scheduled = world.scheduler.apply(world.scheduler.plan()).scheduled
     assert [row.sequence for row in scheduled] == [sequence]
     world.scheduler.abort(sequence)
     world.pool.check_integrity()
@@ -302,7 +302,7 @@ def test_nobody_is_preempted_whose_blocks_a_transfer_holds_too() -> None:
     old, young = make_sequence(numbers(3), number=0), make_sequence(numbers(11, 100), number=1, max_tokens=4)
     for sequence in (old, young):
         scheduler.add(sequence)
-    scheduler.advance(scheduler.apply(scheduler.plan()))
+    scheduler.advance(scheduler.apply(scheduler.plan()).scheduled)
     pinned = list(young.block_table)
     pool.acquire(pinned)
     old.token_ids += [1, 2]
