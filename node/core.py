@@ -171,4 +171,5 @@ class NodeCore(ABC):
             num_preemptions=statistics.num_preemptions,
             num_prefix_queries=statistics.num_prefix_queries,
             num_prefix_hits=statistics.num_prefix_hits,
+            swap=statistics.swap,
         )

@@ -1,11 +1,12 @@
 """What a node says to its routers and of itself, before it becomes protobuf."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.block_pool import BlockCounts
 from kvrelay.engine.legs import Leg, Load
 from kvrelay.engine.request import Request
+from kvrelay.engine.swap_space import SwapStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +30,4 @@ class Snapshot:
     num_preemptions: int = 0
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
+    swap: SwapStatistics = field(default_factory=SwapStatistics)

@@ -141,7 +141,7 @@ def write_layout(layout: KVLayout) -> node_pb2.KVLayout:
 
 
 def write_stats(role: str, epoch: str, name: str, snapshot: Snapshot) -> node_pb2.NodeStats:
-    blocks, transfers = snapshot.blocks, snapshot.transfers
+    blocks, transfers, swap = snapshot.blocks, snapshot.transfers, snapshot.swap
     return node_pb2.NodeStats(
         role=ROLES[role],
         epoch=epoch,
@@ -165,6 +165,13 @@ def write_stats(role: str, epoch: str, name: str, snapshot: Snapshot) -> node_pb
         num_preemptions=snapshot.num_preemptions,
         num_prefix_queries=snapshot.num_prefix_queries,
         num_prefix_hits=snapshot.num_prefix_hits,
+        swap=node_pb2.SwapStats(
+            num_host_blocks=swap.num_host_blocks,
+            num_free_host_blocks=swap.num_free_host_blocks,
+            num_swapped=swap.num_swapped,
+            num_swapped_out=swap.num_swapped_out,
+            num_swapped_in=swap.num_swapped_in,
+        ),
     )
 
 

@@ -292,8 +292,22 @@ class TransferStats(_message.Message):
     sessions: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, states: _Optional[_Mapping[str, int]] = ..., num_landed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_bytes: _Optional[int] = ..., sessions: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class SwapStats(_message.Message):
+    __slots__ = ("num_host_blocks", "num_free_host_blocks", "num_swapped", "num_swapped_out", "num_swapped_in")
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAPPED_IN_FIELD_NUMBER: _ClassVar[int]
+    num_host_blocks: int
+    num_free_host_blocks: int
+    num_swapped: int
+    num_swapped_out: int
+    num_swapped_in: int
+    def __init__(self, num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_swapped_out: _Optional[int] = ..., num_swapped_in: _Optional[int] = ...) -> None: ...
+
 class NodeStats(_message.Message):
-    __slots__ = ("role", "epoch", "name", "blocks", "transfers", "load", "num_steps", "num_preemptions", "num_prefix_queries", "num_prefix_hits")
+    __slots__ = ("role", "epoch", "name", "blocks", "transfers", "load", "num_steps", "num_preemptions", "num_prefix_queries", "num_prefix_hits", "swap")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -304,6 +318,7 @@ class NodeStats(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FIELD_NUMBER: _ClassVar[int]
     role: Role
     epoch: str
     name: str
@@ -314,7 +329,8 @@ class NodeStats(_message.Message):
     num_preemptions: int
     num_prefix_queries: int
     num_prefix_hits: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ...) -> None: ...
+    swap: SwapStats
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., swap: _Optional[_Union[SwapStats, _Mapping]] = ...) -> None: ...
 
 class GetClusterRequest(_message.Message):
     __slots__ = ()

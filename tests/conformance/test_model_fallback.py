@@ -118,7 +118,7 @@ def test_preempted_requests_give_the_same_tokens(served: tuple[MakePair, Oracle]
     make_pair, oracle = served
     sampling = SAMPLED | {"max_tokens": 34}
     prompts = [random_prompt(30, seed=i) for i in range(4)]
-    pair = make_pair(decode={"num_blocks": 11})
+    pair = make_pair(decode={"num_blocks": 11, "swap_space": "0"})
     answers = pair.run_all([make_request(p, f"r{i}", seed=i, **sampling) for i, p in enumerate(prompts)])
     for i, answer in enumerate(answers):
         assert not answer.errors

@@ -139,11 +139,12 @@ def test_a_seeded_request_gives_the_same_tokens_in_any_company(make_pair: MakePa
     assert other_seed != expected
 
 
-def test_preempted_requests_give_the_same_tokens(make_pair: MakePair, tiny_oracle: Oracle) -> None:
+@pytest.mark.parametrize("swap_space", ["256MiB", "0"])
+def test_preempted_requests_give_the_same_tokens(make_pair: MakePair, tiny_oracle: Oracle, swap_space: str) -> None:
     """B04: D's pool holds the prompts, but less than half of what grows from them."""
     sampling = SAMPLED | {"max_tokens": 60}
     prompts = [random_prompt(30, seed=i) for i in range(4)]
-    pair = make_pair(decode={"num_blocks": 10})
+    pair = make_pair(decode={"num_blocks": 10, "swap_space": swap_space})
     answers = pair.run_all([make_request(p, f"r{i}", seed=i, **sampling) for i, p in enumerate(prompts)])
     for i, answer in enumerate(answers):
         assert not answer.errors
@@ -180,10 +181,11 @@ def test_penalties_count_the_same_tokens_on_either_node(make_pair: MakePair, tin
     assert pair.run(resumed).tokens == expected
 
 
-def test_penalties_survive_a_preemption(make_pair: MakePair, tiny_oracle: Oracle) -> None:
+@pytest.mark.parametrize("swap_space", ["256MiB", "0"])
+def test_penalties_survive_a_preemption(make_pair: MakePair, tiny_oracle: Oracle, swap_space: str) -> None:
     sampling = PENALISED | {"max_tokens": 60}
     prompts = [random_prompt(30, seed=i) for i in range(4)]
-    pair = make_pair(decode={"num_blocks": 14})
+    pair = make_pair(decode={"num_blocks": 14, "swap_space": swap_space})
     answers = pair.run_all([make_request(p, f"r{i}", seed=i, **sampling) for i, p in enumerate(prompts)])
     for i, answer in enumerate(answers):
         assert answer.tokens == tiny_oracle.generate(prompts[i], seed=i, **sampling)

@@ -7,25 +7,14 @@ from typing import Any
 
 import pytest
 from support.mixtures import random_request
-from support.oracle import Oracle, OracleAnswer, make_request, random_prompt
-from support.pair import BLOCK, Answer, MakePair
+from support.oracle import Oracle, make_request, random_prompt
+from support.pair import BLOCK, MakePair
+from support.same import assert_same
 
 from kvrelay.engine.request import FinishReason, Request
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11, "ignore_eos": True, "max_tokens": 20}
 EDGES = [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5, 5 * BLOCK]
-
-
-def assert_same(answer: Answer, expected: OracleAnswer) -> None:
-    """Tokens, ends and log-probabilities, bit for bit."""
-    assert not answer.errors
-    assert answer.prompt_logprobs == expected.prompt_logprobs
-    assert sorted(answer.choices) == sorted(expected.choices)
-    for choice, tokens in expected.choices.items():
-        ours = answer.choices[choice]
-        assert ours.tokens[ours.num_resumed :] == [token.token_id for token in tokens]
-        assert ours.logprobs == [token.logprobs for token in tokens if token.logprobs is not None]
-        assert ours.finish_reason == tokens[-1].finish_reason
 
 
 # --- choices
@@ -66,7 +55,9 @@ def test_choices_beside_others_in_a_full_pool_stay_what_they_are(
     """B04: forks are preempted one by one, and each is recomputed by itself."""
     sampling = SAMPLED | {"max_tokens": 50}
     requests = [make_request(random_prompt(30, seed=i), f"r{i}", n=3, **sampling) for i in range(3)]
-    pair = make_pair(decode={"num_blocks": 16, "prefix_caching": caching}, prefill={"prefix_caching": caching})
+    pair = make_pair(
+        decode={"num_blocks": 16, "prefix_caching": caching, "swap_space": "0"}, prefill={"prefix_caching": caching}
+    )
     for request, answer in zip(requests, pair.run_all(requests), strict=True):
         assert_same(answer, tiny_oracle.answer(request))
     assert pair.decode.wait(lambda s: s.num_live == 0).num_preemptions > 0
@@ -188,7 +179,7 @@ def test_prompt_logprobs_survive_a_preemption(make_pair: MakePair, tiny_oracle: 
     """Each position is told once, however often a node had to start over."""
     urgent = [make_request(random_prompt(60, seed=9 + i), f"urgent-{i}", **SAMPLED, priority=-1) for i in range(2)]
     request = make_request(random_prompt(100), "slow", prompt_logprobs=1, **SAMPLED)
-    pair = make_pair(decode={"num_blocks": 11, "max_num_batched_tokens": 8})
+    pair = make_pair(decode={"num_blocks": 11, "max_num_batched_tokens": 8, "swap_space": "0"})
     key = pair.start(request, whole=True)
     pair.wait_until(key, lambda answer: len(answer.prompt_logprobs) > 20)
     others = [pair.start(other, whole=True) for other in urgent]

@@ -147,6 +147,12 @@ def test_streamed_text_joined_is_the_text_of_all_tokens(real: Served, smollm2: P
     assert "\ufffd" not in text
 
 
+def test_only_the_node_that_preempts_has_host_memory(tiny: Served) -> None:
+    prefill, decode = (node.stats().swap for node in tiny.nodes())
+    assert prefill.num_host_blocks == 0
+    assert decode.num_free_host_blocks == decode.num_host_blocks > 0
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 17])
 def test_max_tokens_is_exact_and_usage_agrees(tiny: Served, num_tokens: int) -> None:
     """A13."""

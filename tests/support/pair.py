@@ -76,7 +76,10 @@ class Node:
 
     def settle(self) -> None:
         self.wait(lambda s: s.num_live == 0)
-        blocks = self.wait(lambda s: s.blocks.owned == 0).blocks
+        snapshot = self.wait(lambda s: s.blocks.owned == 0)
+        assert snapshot.swap.num_swapped == 0
+        assert snapshot.swap.num_free_host_blocks == snapshot.swap.num_host_blocks
+        blocks = snapshot.blocks
         assert blocks.free + blocks.cached + blocks.quarantined == blocks.total
         assert blocks.quarantined == 0
         self.pool.check_integrity()
@@ -181,13 +184,13 @@ class Pair:
         runner_p, runner_d = self.runners
 
         self.receiver, self.sender = self._connect(network)
-        pool_d = BlockPool(runner_d.num_blocks, decode_config.block_size)
-        scheduler_d = DecodeScheduler(decode_config, pool_d)
+        pool_d = BlockPool(runner_d.num_blocks, decode_config.block_size, prefix_caching=decode_config.prefix_caching)
+        scheduler_d = DecodeScheduler(decode_config, pool_d, num_host_blocks=runner_d.num_host_blocks)
         engine_d = Engine(scheduler_d, runner_d, self.info.eos_token_ids, clock)
         core_d = DecodeNode(
             engine_d, scheduler_d, self.receiver, clock, self.decode.on_report, vocab_size=self.info.vocab_size
         )
-        pool_p = BlockPool(runner_p.num_blocks, prefill_config.block_size)
+        pool_p = BlockPool(runner_p.num_blocks, prefill_config.block_size, prefix_caching=prefill_config.prefix_caching)
         admission = PrefillAdmission(prefill_config.block_size, prefill_config.watermark)
         scheduler_p = Scheduler(prefill_config, pool_p, admission)
         engine_p = Engine(scheduler_p, runner_p, self.info.eos_token_ids, clock, hands_over=True)

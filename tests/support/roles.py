@@ -42,7 +42,9 @@ class RoleProcess:
     def wait_until_idle(self) -> node_pb2.BlockStats:
         """Until nothing is held, every block accounted for."""
         wait_for(lambda: self.stats().blocks.owned == 0 and not sum(self.stats().transfers.states.values()))
-        blocks = self.stats().blocks
+        stats = self.stats()
+        assert stats.swap.num_free_host_blocks == stats.swap.num_host_blocks
+        blocks = stats.blocks
         assert blocks.free + blocks.cached == blocks.total
         return blocks
 

@@ -1,5 +1,7 @@
 """A node trusts no router with its memory: what a start names is checked before it reaches the engine."""
 
+from dataclasses import asdict, replace
+
 import pytest
 
 from kvrelay.connector.base import ConnectorStatistics
@@ -7,8 +9,9 @@ from kvrelay.engine.block_pool import BlockCounts
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, Delta, Leg, Load
 from kvrelay.engine.request import Logprobs, RequestKey
+from kvrelay.engine.swap_space import SwapStatistics
 from kvrelay.node.report import Snapshot
-from kvrelay.node.wire import read_start, write_step
+from kvrelay.node.wire import read_start, write_stats, write_step
 from kvrelay.proto import inference_pb2, node_pb2
 
 V = 100
@@ -108,3 +111,10 @@ def test_a_large_step_is_said_in_several_messages_none_too_large_for_a_stream() 
     assert said == [*(f"r{i}" for i in range(20)), "last"]
     (empty,) = write_step((), SNAPSHOT)
     assert empty.step.load.num_free_blocks == 7
+
+
+def test_a_node_tells_what_lies_in_host_memory() -> None:
+    swap = SwapStatistics(num_host_blocks=9, num_free_host_blocks=5, num_swapped=2, num_swapped_out=7, num_swapped_in=4)
+    stats = write_stats("decode", "e", "d", replace(SNAPSHOT, num_preemptions=8, swap=swap))
+    assert stats.num_preemptions == 8
+    assert {field.name: value for field, value in stats.swap.ListFields()} == asdict(swap)
