@@ -22,7 +22,8 @@ def run(config: PrefillConfig) -> int:
 def _build(config: PrefillConfig, parts: NodeParts) -> tuple[NodeCore, str]:
     executor = parts.executor
     pool = BlockPool(executor.num_blocks, config.block_size, prefix_caching=config.prefix_caching)
-    scheduler = Scheduler(config, pool, PrefillAdmission(config.block_size, config.watermark))
+    admission = PrefillAdmission(config.block_size, config.watermark)
+    scheduler = Scheduler(config, pool, admission, num_host_blocks=executor.num_host_blocks)
     sender = make_sender(
         region=executor.region,
         layout=executor.layout,

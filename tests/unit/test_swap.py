@@ -196,6 +196,20 @@ def test_a_prompt_that_gave_way_half_computed_is_computed_from_there() -> None:
     assert urgent.status is Status.FINISHED
 
 
+def test_what_others_have_computed_meanwhile_moves_nobody_who_comes_back() -> None:
+    """The prefix cache holds more of its prompt by then than it had computed."""
+    world = watched_world(8, 20, max_num_batched_tokens=9)
+    low = world.arrive(numbers(30), priority=1, max_tokens=2)
+    for _ in range(3):
+        world.step()
+    world.arrive(numbers(30), max_tokens=2)
+    step_until_swapped(world, low)
+    assert low.num_computed_tokens == 27
+    (row,) = step_until_back(world, low).scheduled
+    assert (row.start, row.end) == (27, 30)
+    world.finish_all()
+
+
 def test_those_swapped_out_start_before_older_ones_that_have_nothing() -> None:
     """The older one did not fit in host memory; it starts as soon as there is room for it too."""
     world = watched_world(12, 1)
