@@ -34,6 +34,8 @@ class Race:
     def __init__(self, legs: Mapping[str, Leg], request: Request) -> None:
         """`legs`: by the epoch of the node that runs each."""
         self.open_legs = dict(legs)
+        # The prefill node, until its first word, which says how the first token came to be: the last ends wait for it.
+        self._awaited = {epoch for epoch, leg in legs.items() if leg is Leg.PREFILL}
         self.reports: dict[Leg, LegReport] = {}
         self.error: KvrelayError | None = None
         self._request = request
@@ -55,6 +57,8 @@ class Race:
             return False
         if delta.report is not None:
             self.reports.setdefault(leg, delta.report)
+        if delta.token_ids or delta.report is not None or delta.ended:
+            self._awaited.discard(epoch)
         if not self.is_over:
             try:
                 self._merge(delta)
@@ -82,10 +86,13 @@ class Race:
         """
         was_open = self._choices[choice].stop()
         self._num_open_choices -= was_open
+        if was_open:
+            self._awaited.clear()
         return was_open
 
     def abort(self, error: KvrelayError) -> None:
         """End the attempt from the router's side; its legs stay open, and are to be cancelled."""
+        self._awaited.clear()
         if not self.is_over:
             self.error = error
 
@@ -97,10 +104,15 @@ class Race:
         return first, taken
 
     def take(self) -> list[NewTokens]:
-        """What is new of each choice. Nothing before all of the prompt's log-probabilities have been taken."""
+        """What is new of each choice. Nothing before all of the prompt's log-probabilities have been taken.
+
+        Where the decode node has told all before the prefill node's first word is here, the last ends are held back for
+        it: it is on its way, or the node's loss will be known, and only it says what the prefix cache held.
+        """
         if not self._prompt_is_known or self._prompt_logprobs:
             return []
-        return [new for choice in self._choices if (new := choice.take()) is not None]
+        holds_ends = bool(self._awaited) and not self._num_open_choices
+        return [new for choice in self._choices if (new := choice.take(holds_end=holds_ends)) is not None]
 
     @property
     def _prompt_is_known(self) -> bool:
@@ -135,6 +147,7 @@ class Race:
     def _fail(self, epoch: str, error: KvrelayError) -> None:
         """End a leg with an error, which is the attempt's too; only a prefill leg that has told all can be spared."""
         leg = self.open_legs.pop(epoch)
+        self._awaited.discard(epoch)
         has_told = self._prompt_is_known and all(choice.is_over or choice.token_ids for choice in self._choices)
         if not self.is_over and not (leg is Leg.PREFILL and has_told):
             self.error = _explain(leg, error)
@@ -181,12 +194,16 @@ class _Choice:
         self.finish_reason = delta.finish_reason
         self.is_over = delta.finish_reason is not None
 
-    def take(self) -> NewTokens | None:
-        first, finish_reason = self.num_taken, self.finish_reason
-        if first == len(self.token_ids) and finish_reason is None:
+    def take(self, *, holds_end: bool) -> NewTokens | None:
+        """What is new; with `holds_end` the end stays for another time."""
+        first, end = self.num_taken, self.finish_reason
+        said_end = None if holds_end else end
+        if first == len(self.token_ids) and said_end is None:
             return None
-        new = NewTokens(self.index, first, self.token_ids[first:], self.logprobs, finish_reason)
+        new = NewTokens(self.index, first, self.token_ids[first:], self.logprobs, said_end)
         self._forget_untaken()
+        if holds_end:
+            self.finish_reason = end
         return new
 
     def stop(self) -> bool:

@@ -40,6 +40,12 @@ async def started(router: Harness, **more: Any) -> tuple[asyncio.Task[Answer], F
     return task, prefill, await prefill.next_start(), decode, await decode.next_start()
 
 
+def open_legs(router: Harness, node: FakeNode) -> set[str]:
+    """Requests that have a leg on this node which has not ended."""
+    entries = router.server._dispatcher._entries
+    return {key.request_id for key, entry in entries.items() if node.epoch in entry.race.open_legs}
+
+
 async def test_both_legs_run_one_request(router: Harness) -> None:
     text = " the capital of France"
     output = ids(text)
@@ -85,6 +91,41 @@ async def test_both_legs_run_one_request(router: Harness) -> None:
     assert 0 < t.route_ms < t.ttft_ms <= t.second_token_ms <= t.total_ms
     assert prefill.cancels.empty()
     assert decode.cancels.empty()
+
+
+@pytest.mark.parametrize("prefill_is_late", [False, True])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_the_prefill_node_found_is_in_the_answer_in_either_order(
+    router: Harness, prefill_is_late: bool, stream: bool
+) -> None:
+    """The two nodes' streams race each other: the decode node may have told all before the first token comes."""
+    output = ids(" the capital of France")
+    task, prefill, on_p, decode, on_d = await started(router, stream=stream, sampling={"max_tokens": len(output)})
+    first = delta(on_p, output[:1], report=node_pb2.LegReport(compute_ms=0.01, num_cached_tokens=16), ended=True)
+    rest = delta(on_d, output, report=node_pb2.LegReport(), finish="length", ended=True)
+    if prefill_is_late:
+        await decode.say(rest)
+        await wait_until(lambda: on_d.request_id not in open_legs(router, decode))
+        await prefill.say(first)
+    else:
+        await prefill.say(first)
+        await wait_until(lambda: on_p.request_id not in open_legs(router, prefill))
+        await decode.say(rest)
+    answer = await task
+    assert answer.token_ids == output
+    assert (answer.last.usage.cached_tokens, answer.last.finish_reason) == (16, "length")
+    assert answer.last.timings.prefill_ms == 0.01
+    assert prefill.cancels.empty()
+
+
+async def test_a_prefill_node_lost_after_the_decode_node_told_all_leaves_the_answer_whole(router: Harness) -> None:
+    output = ids(" the capital of France")
+    task, prefill, _, decode, on_d = await started(router, sampling={"max_tokens": len(output)})
+    await decode.say(delta(on_d, output, finish="length", ended=True))
+    await wait_until(lambda: on_d.request_id not in open_legs(router, decode))
+    prefill.die()
+    answer = await task
+    assert (answer.token_ids, answer.last.finish_reason) == (output, "length")
 
 
 async def test_a_decode_node_alone_runs_the_whole_request(router: Harness) -> None:

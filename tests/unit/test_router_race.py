@@ -1,7 +1,7 @@
 """What two legs say of one output, in every order that the network can make of it."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -320,6 +320,76 @@ def test_the_first_report_of_each_leg_is_kept() -> None:
     assert {leg: report.queue_ms for leg, report in merged.reports.items()} == {Leg.PREFILL: 1, Leg.DECODE: 2}
 
 
+def decoded_all() -> tuple[Race, Taken]:
+    """A race whose decode node has told everything, before the prefill node's first word."""
+    merged = race()
+    merged.receive("d", said(5, 6, 7, finish_reason=LENGTH, ended=True))
+    assert merged.is_over
+    found = Taken().take_from(merged)
+    assert (found.tokens, found.finish_reasons) == ({0: [5, 6, 7]}, {})
+    return merged, found
+
+
+def test_the_last_end_waits_for_the_prefill_nodes_first_word_and_the_tokens_do_not() -> None:
+    merged, found = decoded_all()
+    assert merged.take() == []
+    merged.receive("p", said(5, report=LegReport(num_cached_tokens=16)))
+    assert found.take_from(merged).finish_reasons == {0: LENGTH}
+    assert merged.reports[Leg.PREFILL].num_cached_tokens == 16
+    assert merged.take() == []
+
+
+def test_whatever_ends_the_prefill_leg_gives_out_an_answer_that_is_complete() -> None:
+    ways: tuple[Callable[[Race], object], ...] = (
+        lambda merged: merged.receive("p", said(ended=True)),
+        lambda merged: merged.receive("p", said(error=Internal("failed"))),
+        lambda merged: merged.lose("p", Unavailable("lost")),
+        lambda merged: merged.abort(Unavailable("shutting down")),
+    )
+    for end_prefill in ways:
+        merged, found = decoded_all()
+        end_prefill(merged)
+        assert found.take_from(merged).finish_reasons == {0: LENGTH}
+        assert merged.error is None
+
+
+def test_log_probabilities_of_the_prompt_are_not_the_word_that_the_last_end_waits_for() -> None:
+    merged, found = race(prompt_logprobs=1), Taken()
+    merged.receive("d", said(5, finish_reason=LENGTH, ended=True))
+    merged.receive("p", said(**of_prompt(0, 3)))
+    assert found.take_from(merged).finish_reasons == {}
+    merged.receive("p", said(5, report=LegReport(num_cached_tokens=16), ended=True))
+    assert found.take_from(merged).finish_reasons == {0: LENGTH}
+
+
+def test_of_two_choices_the_one_that_ends_first_waits_for_nobody() -> None:
+    merged = race(n=2)
+    merged.receive("d", said(5, finish_reason=STOP))
+    found = Taken().take_from(merged)
+    assert found.finish_reasons == {0: STOP}
+    merged.receive("d", said(6, choice=1, finish_reason=LENGTH, ended=True))
+    assert found.take_from(merged).finish_reasons == {0: STOP}
+    merged.receive("p", said(5))
+    assert found.take_from(merged).finish_reasons == {0: STOP, 1: LENGTH}
+
+
+def test_what_the_router_stops_waits_for_nobody() -> None:
+    """Not even for an end of the node's own that comes later."""
+    merged = race(n=2)
+    merged.receive("d", said(5))
+    merged.receive("d", said(6, choice=1))
+    found = Taken().take_from(merged)
+    merged.stop(0)
+    merged.receive("d", said(7, choice=1, first=1, finish_reason=LENGTH, ended=True))
+    assert found.take_from(merged).finish_reasons == {1: LENGTH}
+
+
+def test_a_node_that_does_both_legs_holds_nothing_back() -> None:
+    merged = race(whole=True)
+    merged.receive("d", said(5, finish_reason=LENGTH))
+    assert taken(merged) == ([5], LENGTH)
+
+
 def interleavings(prefill: Sequence[Delta], decode: Sequence[Delta]) -> Iterable[list[tuple[str, Delta]]]:
     """Every order in which two streams can arrive, each in its own order."""
     places = range(len(prefill) + len(decode))
@@ -339,6 +409,18 @@ def test_every_order_of_two_good_legs_gives_the_same_output() -> None:
         assert taken(merged) == ([5, 6, 7, 8], LENGTH)
         assert merged.error is None
         assert not merged.open_legs
+
+
+def test_no_order_of_two_legs_gives_out_the_end_without_the_prefill_nodes_report() -> None:
+    prefill = [said(5, report=LegReport(num_cached_tokens=16)), said(ended=True)]
+    decode = [said(5, 6), said(7, first=2, finish_reason=LENGTH, ended=True)]
+    for order in interleavings(prefill, decode):
+        merged, found = race(), Taken()
+        for epoch, delta in order:
+            merged.receive(epoch, delta)
+            found.take_from(merged)
+            assert not found.finish_reasons or Leg.PREFILL in merged.reports
+        assert (found.tokens, found.finish_reasons) == ({0: [5, 6, 7]}, {0: LENGTH})
 
 
 @pytest.mark.parametrize("takes_all_the_time", [True, False])
