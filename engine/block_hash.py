@@ -8,7 +8,7 @@ So equal hashes mean equal tokens from position 0 on, under equal conditions. Th
 """
 
 import struct
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from hashlib import sha256
 
 _VERSION = b"kvrelay-block-1"
@@ -26,13 +26,22 @@ def root_hash(cache_salt: str, *others: str) -> bytes:
     return digest.digest()
 
 
+def chain_block_hashes(token_ids: Seq[int], block_size: int, parent: bytes, first: int = 0) -> Iterator[bytes]:
+    """The hash of each full block of `token_ids` from number `first` on, behind the hash `parent`."""
+    pack = struct.Struct(f"<{block_size}I").pack
+    for start in range(first * block_size, len(token_ids) - block_size + 1, block_size):
+        parent = sha256(parent + pack(*token_ids[start : start + block_size])).digest()
+        yield parent
+
+
 def extend_block_hashes(hashes: list[bytes], token_ids: Seq[int], block_size: int, root: bytes) -> None:
     """Append the hashes of the full blocks of `token_ids` that `hashes` does not have yet."""
-    parent = hashes[-1] if hashes else root
-    pack = struct.Struct(f"<{block_size}I").pack
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        parent = sha256(parent + pack(*token_ids[start : start + block_size])).digest()
-        hashes.append(parent)
+    hashes.extend(chain_block_hashes(token_ids, block_size, hashes[-1] if hashes else root, len(hashes)))
+
+
+def short_name(block_hash: bytes) -> int:
+    """A block's name where a wrong guess costs time and nothing else: the first 8 bytes of its hash."""
+    return int.from_bytes(block_hash[:8], "little")
 
 
 def block_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") -> list[bytes]:

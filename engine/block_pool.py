@@ -94,6 +94,10 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
+    def found_hashes(self) -> list[bytes]:
+        """Every hash that a block can be found under."""
+        return list(self._found)
+
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add one reference to each of these owned or cached blocks."""
         for block_id in block_ids:

@@ -1,4 +1,4 @@
-"""The words in which routers and nodes speak of a request's legs; the wire's messages become these at both ends.
+"""The words in which routers and nodes speak of legs, load and caches; the wire's messages become these at both ends.
 
 Standard library only.
 """
@@ -80,3 +80,19 @@ class Load:
     num_waiting_tokens: int = 0  # tokens that this node is to compute and has not yet
     tokens_per_s: float = 0.0  # how fast it has computed lately, pauses left out; 0: unknown
     sessions: frozenset[str] = frozenset()  # prefill nodes: epochs of the decode nodes they can push to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChange:
+    """What can be found in a node's prefix cache since the last change, by short names (`engine/block_hash.py`)."""
+
+    from_nothing: bool = False  # nothing else can be found any more
+    evicted: frozenset[int] = frozenset()
+    stored: frozenset[int] = frozenset()
+
+    def apply_to(self, names: set[int]) -> None:
+        """Bring the names that could be found before up to date."""
+        if self.from_nothing:
+            names.clear()
+        names -= self.evicted
+        names |= self.stored

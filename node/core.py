@@ -12,14 +12,15 @@ from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.engine import Engine, RowOutput, StepOutcome
 from kvrelay.engine.errors import Internal, KvrelayError, ResourceExhausted
-from kvrelay.engine.legs import Delta, Load, Peer
+from kvrelay.engine.legs import CacheChange, Delta, Load, Peer
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import RequestKey, Sequence
+from kvrelay.node.found_blocks import take_change
 from kvrelay.node.report import Snapshot, Start
 
 log = get_logger(__name__)
 
-OnReport = Callable[[tuple[Delta, ...], Snapshot], None]
+OnReport = Callable[[tuple[Delta, ...], Snapshot, CacheChange | None], None]
 
 _MAX_POSITIONS = 512  # of a prompt, whose log-probabilities are said in one delta
 _RATE_MEMORY = 0.7  # what the steps before count in the measured rate, beside one more
@@ -138,12 +139,12 @@ class NodeCore(ABC):
             self._lately_s = _RATE_MEMORY * self._lately_s + outcome.duration_s
 
     def _flush(self) -> None:
-        """Say what this turn brought, and how things stand, if either is news."""
-        snapshot = self.snapshot()
-        if self._deltas or snapshot != self._last:
+        """Say what this turn brought, how things stand, and what the prefix cache holds, if any of it is news."""
+        snapshot, change = self.snapshot(), take_change(self.engine.scheduler.pool)
+        if self._deltas or change is not None or snapshot != self._last:
             deltas, self._deltas = tuple(self._deltas), []
             self._last = snapshot
-            self._on_report(deltas, snapshot)
+            self._on_report(deltas, snapshot, change)
 
     def snapshot(self) -> Snapshot:
         """The node's statistics now."""

@@ -15,7 +15,7 @@ import grpc
 from kvrelay.engine import secret
 from kvrelay.engine.errors import KvrelayError, Unauthenticated, Unavailable
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.legs import Delta, Peer
+from kvrelay.engine.legs import CacheChange, Delta, Peer
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import RequestKey
 from kvrelay.node import wire
@@ -76,6 +76,9 @@ class LinkEvents(Protocol):
 
     def snapshot(self) -> Snapshot: ...
 
+    def whole_cache(self) -> CacheChange:
+        """All that the prefix cache holds, as a change from nothing."""
+
 
 class RouterLink:
     """One router. All methods belong to the event loop."""
@@ -125,12 +128,12 @@ class RouterLink:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    def send_step(self, deltas: tuple[Delta, ...], snapshot: Snapshot) -> None:
-        """Say what a step brought for this router's requests."""
+    def send_step(self, deltas: tuple[Delta, ...], snapshot: Snapshot, change: CacheChange | None = None) -> None:
+        """Say what a step brought for this router's requests, and what it changed in the prefix cache."""
         for delta in deltas:
             if delta.ended:
                 self._keys.discard(delta.key)
-        for message in wire.write_step(deltas, snapshot):
+        for message in wire.write_step(deltas, snapshot, change):
             self._send(message)
 
     def send_draining(self) -> None:
@@ -195,7 +198,7 @@ class RouterLink:
         self._outbox = asyncio.Queue(MAX_OUTBOX)
         self._overflowed.clear()
         self.registered.set()
-        self._send(node_pb2.NodeMessage(load=wire.write_load(self._events.snapshot().load)))
+        self.send_step((), self._events.snapshot(), self._events.whole_cache())
         log.info("router_joined", extra=fields(router=self.address, router_epoch=challenge.router_epoch))
 
     async def _converse(self, stream: Stream) -> None:

@@ -13,7 +13,7 @@ from kvrelay import __version__
 from kvrelay.engine import model_store, process, secret
 from kvrelay.engine.clock import Clock, MonotonicClock
 from kvrelay.engine.errors import KvrelayError
-from kvrelay.engine.legs import Delta, Peer
+from kvrelay.engine.legs import CacheChange, Delta, Peer
 from kvrelay.engine.log import configure, fields, get_logger
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.request import RequestKey
@@ -21,6 +21,7 @@ from kvrelay.engine.step import Executor
 from kvrelay.node.config import NodeConfig
 from kvrelay.node.core import NodeCore, OnReport
 from kvrelay.node.engine_thread import EngineThread
+from kvrelay.node.found_blocks import FoundBlocks
 from kvrelay.node.link import NodeIdentity, RouterLink
 from kvrelay.node.report import Snapshot, Start
 from kvrelay.node.server import NodeServer
@@ -120,6 +121,7 @@ class _NodeProcess:
         self._engine = EngineThread(self._on_engine_death)
         self._links: tuple[RouterLink, ...] = ()
         self._peers: dict[str, tuple[Peer, ...]] = {}  # by router address
+        self._found_blocks = FoundBlocks()
 
     async def serve(
         self,
@@ -177,8 +179,8 @@ class _NodeProcess:
 
     # --- from the engine thread
 
-    def _on_report_from_engine(self, deltas: tuple[Delta, ...], snapshot: Snapshot) -> None:
-        self._loop.call_soon_threadsafe(self._on_report, deltas, snapshot)
+    def _on_report_from_engine(self, deltas: tuple[Delta, ...], snapshot: Snapshot, change: CacheChange | None) -> None:
+        self._loop.call_soon_threadsafe(self._on_report, deltas, snapshot, change)
 
     def _on_engine_death(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._die)
@@ -188,11 +190,13 @@ class _NodeProcess:
         self._stop.set()
         self._reported.set()
 
-    def _on_report(self, deltas: tuple[Delta, ...], snapshot: Snapshot) -> None:
+    def _on_report(self, deltas: tuple[Delta, ...], snapshot: Snapshot, change: CacheChange | None) -> None:
         self._snapshot = snapshot
+        if change is not None:
+            self._found_blocks.apply(change)
         self._reported.set()
         for link in self._links:
-            link.send_step(tuple(delta for delta in deltas if link.owns(delta.key)), snapshot)
+            link.send_step(tuple(delta for delta in deltas if link.owns(delta.key)), snapshot, change)
 
     # --- LinkEvents
 
@@ -215,6 +219,9 @@ class _NodeProcess:
 
     def snapshot(self) -> Snapshot:
         return self._snapshot
+
+    def whole_cache(self) -> CacheChange:
+        return self._found_blocks.whole()
 
     def _statistics(self) -> Snapshot:
         """The last report, with the transfers as they are now: they go on while the engine idles."""

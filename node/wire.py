@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, Delta, HandoffReport, Leg, LegReport, Load, Peer
+from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, CacheChange, Delta, HandoffReport, Leg, LegReport, Load, Peer
 from kvrelay.engine.request import Logprobs, Request, RequestKey, SamplingParams
 from kvrelay.node.report import Snapshot, Start
 from kvrelay.proto import inference_pb2, node_pb2
@@ -18,6 +18,7 @@ _LEGS = {
 }
 
 _MAX_STEP_BYTES = 2**20  # a quarter of the least that any end of a stream takes
+_MAX_NAMES = 2**14  # of blocks in one message: 128 KiB
 _MAX_INT64 = 2**63 - 1
 _COUNTS = (
     ("max_tokens", 1, _MAX_INT64),
@@ -105,8 +106,10 @@ def read_peers(message: node_pb2.Peers) -> tuple[Peer, ...]:
     return tuple(Peer(peer.epoch, peer.connector_address) for peer in message.decode_nodes)
 
 
-def write_step(deltas: tuple[Delta, ...], snapshot: Snapshot) -> Iterator[node_pb2.NodeMessage]:
-    """All that one step brought: in one message, or, where log-probabilities make it large, in several."""
+def write_step(
+    deltas: tuple[Delta, ...], snapshot: Snapshot, change: CacheChange | None
+) -> Iterator[node_pb2.NodeMessage]:
+    """All that one step brought: in one message, or in several where it is large."""
     message = node_pb2.NodeMessage(step=node_pb2.Step(load=write_load(snapshot.load)))
     num_bytes = 0
     for delta in map(_write_delta, deltas):
@@ -115,6 +118,11 @@ def write_step(deltas: tuple[Delta, ...], snapshot: Snapshot) -> Iterator[node_p
             yield message
             message, num_bytes = node_pb2.NodeMessage(step=node_pb2.Step()), delta.ByteSize()
         message.step.deltas.append(delta)
+    for piece in _write_change(change) if change else ():
+        if message.step.HasField("cache"):
+            yield message
+            message = node_pb2.NodeMessage(step=node_pb2.Step())
+        message.step.cache.CopyFrom(piece)
     yield message
 
 
@@ -173,6 +181,18 @@ def write_stats(role: str, epoch: str, name: str, snapshot: Snapshot) -> node_pb
             num_swapped_in=swap.num_swapped_in,
         ),
     )
+
+
+def _write_change(change: CacheChange) -> Iterator[node_pb2.CacheChange]:
+    """In one piece at least. What is evicted goes first: so a router never counts more blocks than there are."""
+    evicted, stored = tuple(change.evicted), tuple(change.stored)
+    for start in range(0, max(1, len(evicted) + len(stored)), _MAX_NAMES):
+        end = start + _MAX_NAMES
+        yield node_pb2.CacheChange(
+            from_nothing=change.from_nothing and start == 0,
+            evicted=evicted[start:end],
+            stored=stored[max(0, start - len(evicted)) : max(0, end - len(evicted))],
+        )
 
 
 def _write_delta(delta: Delta) -> node_pb2.Delta:

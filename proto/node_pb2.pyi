@@ -192,12 +192,24 @@ class Load(_message.Message):
     def __init__(self, num_free_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., sessions: _Optional[_Iterable[str]] = ..., num_wanted_blocks: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("deltas", "load")
+    __slots__ = ("deltas", "load", "cache")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     load: Load
-    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    cache: CacheChange
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache: _Optional[_Union[CacheChange, _Mapping]] = ...) -> None: ...
+
+class CacheChange(_message.Message):
+    __slots__ = ("from_nothing", "evicted", "stored")
+    FROM_NOTHING_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    from_nothing: bool
+    evicted: _containers.RepeatedScalarFieldContainer[int]
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, from_nothing: _Optional[bool] = ..., evicted: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("request_id", "attempt", "choice", "first_token_index", "token_ids", "logprobs", "finish_reason", "error", "report", "ended", "prompt_logprobs", "first_prompt_index")

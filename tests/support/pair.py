@@ -21,11 +21,12 @@ from kvrelay.connector.sender import Sender
 from kvrelay.connector.session import Identity
 from kvrelay.decode_node.node import DecodeNode
 from kvrelay.decode_node.scheduler import DecodeScheduler
+from kvrelay.engine.block_hash import short_name
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.clock import MonotonicClock
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.errors import KvrelayError
-from kvrelay.engine.legs import Delta, Leg, LegReport, Peer
+from kvrelay.engine.legs import CacheChange, Delta, Leg, LegReport, Peer
 from kvrelay.engine.model_info import read_model_info
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.request import FinishReason, Logprobs, Request, RequestKey
@@ -33,6 +34,7 @@ from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.secret import new_epoch
 from kvrelay.node.core import NodeCore
 from kvrelay.node.engine_thread import EngineThread
+from kvrelay.node.found_blocks import FoundBlocks
 from kvrelay.node.report import Snapshot, Start
 from kvrelay.prefill_node.admission import PrefillAdmission
 from kvrelay.prefill_node.node import PrefillNode
@@ -51,11 +53,14 @@ class Node:
         self._said = said
         self._changed = threading.Condition()
         self._snapshot: Snapshot | None = None
+        self._found_blocks = FoundBlocks()
         self.thread = EngineThread(self.deaths.append)
 
-    def on_report(self, deltas: tuple[Delta, ...], snapshot: Snapshot) -> None:
+    def on_report(self, deltas: tuple[Delta, ...], snapshot: Snapshot, change: CacheChange | None) -> None:
         with self._changed:
             self._snapshot = snapshot
+            if change is not None:
+                self._found_blocks.apply(change)
             self._changed.notify_all()
         self._said(self.name, deltas)
 
@@ -83,6 +88,7 @@ class Node:
         assert blocks.free + blocks.cached + blocks.quarantined == blocks.total
         assert blocks.quarantined == 0
         self.pool.check_integrity()
+        assert self._found_blocks.whole().stored == set(map(short_name, self.pool.found_hashes()))
 
 
 class Guard:

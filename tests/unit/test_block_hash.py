@@ -2,7 +2,7 @@
 
 import itertools
 
-from kvrelay.engine.block_hash import block_hashes, extend_block_hashes, root_hash
+from kvrelay.engine.block_hash import block_hashes, extend_block_hashes, root_hash, short_name
 
 
 def test_only_full_blocks_have_a_hash() -> None:
@@ -51,3 +51,7 @@ def test_growing_by_one_token_gives_the_same_names_as_hashing_all() -> None:
     for end in range(len(token_ids) + 1):
         extend_block_hashes(hashes, token_ids[:end], 4, root_hash("salt"))
         assert hashes == block_hashes(token_ids[:end], 4, "salt")
+
+
+def test_a_short_name_is_the_same_in_every_process() -> None:
+    assert short_name(bytes.fromhex("ff3d1f04646a4100285fd786")) == 0x00416A64041F3DFF

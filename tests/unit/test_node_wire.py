@@ -7,7 +7,7 @@ import pytest
 from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.block_pool import BlockCounts
 from kvrelay.engine.errors import InvalidArgument
-from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, Delta, Leg, Load
+from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, CacheChange, Delta, Leg, Load
 from kvrelay.engine.request import Logprobs, RequestKey
 from kvrelay.engine.swap_space import SwapStatistics
 from kvrelay.node.report import Snapshot
@@ -87,7 +87,7 @@ def test_a_step_says_tokens_with_their_log_probabilities_and_the_prompt_s() -> N
         prompt_logprobs=(Logprobs(), Logprobs((4,), (-2.0,))),
         first_prompt_index=0,
     )
-    (message,) = write_step((said,), SNAPSHOT)
+    (message,) = write_step((said,), SNAPSHOT, None)
     step = message.step
     assert step.load.num_free_blocks == 7
     (delta,) = step.deltas
@@ -104,12 +104,12 @@ def test_a_step_says_tokens_with_their_log_probabilities_and_the_prompt_s() -> N
 def test_a_large_step_is_said_in_several_messages_none_too_large_for_a_stream() -> None:
     position = Logprobs(tuple(range(10**6, 10**6 + 65)), (-1.0,) * 65)
     deltas = tuple(Delta(key=RequestKey(f"r{i}", 0), prompt_logprobs=(position,) * 512) for i in range(20))
-    messages = list(write_step((*deltas, Delta(key=RequestKey("last", 0), ended=True)), SNAPSHOT))
+    messages = list(write_step((*deltas, Delta(key=RequestKey("last", 0), ended=True)), SNAPSHOT, None))
     assert [message.step.HasField("load") for message in messages] == [True] + [False] * (len(messages) - 1)
     assert max(message.ByteSize() for message in messages) < 2**20 + 2**16
     said = [delta.request_id for message in messages for delta in message.step.deltas]
     assert said == [*(f"r{i}" for i in range(20)), "last"]
-    (empty,) = write_step((), SNAPSHOT)
+    (empty,) = write_step((), SNAPSHOT, None)
     assert empty.step.load.num_free_blocks == 7
 
 
@@ -118,3 +118,36 @@ def test_a_node_tells_what_lies_in_host_memory() -> None:
     stats = write_stats("decode", "e", "d", replace(SNAPSHOT, num_preemptions=8, swap=swap))
     assert stats.num_preemptions == 8
     assert {field.name: value for field, value in stats.swap.ListFields()} == asdict(swap)
+
+
+def test_a_step_that_changes_nothing_in_the_cache_says_nothing_of_it() -> None:
+    (message,) = write_step((), SNAPSHOT, None)
+    assert not message.step.HasField("cache")
+
+
+def test_a_change_in_the_cache_goes_with_the_tokens_of_its_step() -> None:
+    change = CacheChange(evicted=frozenset([1]), stored=frozenset([2**64 - 1]))
+    (message,) = write_step((Delta(key=RequestKey("r", 0), token_ids=(7,)),), SNAPSHOT, change)
+    assert len(message.step.deltas) == 1
+    cache = message.step.cache
+    assert (cache.from_nothing, list(cache.evicted), list(cache.stored)) == (False, [1], [2**64 - 1])
+
+
+def test_an_empty_cache_is_a_whole_one_too() -> None:
+    (message,) = write_step((), SNAPSHOT, CacheChange(from_nothing=True))
+    assert message.step.cache == node_pb2.CacheChange(from_nothing=True)
+
+
+def test_a_cache_of_fifty_thousand_blocks_is_said_in_several_messages_what_is_evicted_first() -> None:
+    evicted, stored = range(20_000), range(20_000, 70_000)
+    change = CacheChange(from_nothing=True, evicted=frozenset(evicted), stored=frozenset(stored))
+    messages = list(write_step((), SNAPSHOT, change))
+    assert max(message.ByteSize() for message in messages) < 2**18
+    assert [message.step.HasField("load") for message in messages] == [True] + [False] * (len(messages) - 1)
+    pieces = [message.step.cache for message in messages]
+    assert [piece.from_nothing for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    said = [("evicted", name) for piece in pieces for name in piece.evicted]
+    said += [("stored", name) for piece in pieces for name in piece.stored]
+    assert sorted(said) == [("evicted", name) for name in evicted] + [("stored", name) for name in stored]
+    first_stored = next(i for i, piece in enumerate(pieces) if piece.stored)
+    assert not any(piece.evicted for piece in pieces[first_stored + 1 :])
