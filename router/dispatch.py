@@ -19,6 +19,7 @@ from kvrelay.router.api import Handoff, Output, Summary, Usage
 from kvrelay.router.detokenizer import make_output_texts
 from kvrelay.router.messages import Cancel, Start, ToNode, TraceContext
 from kvrelay.router.policy import Placement, RequestFacts, place
+from kvrelay.router.prefix_index import PromptBlocks
 from kvrelay.router.race import NewTokens, Race
 from kvrelay.router.registry import Node, Registry
 from kvrelay.router.stopwatch import Stopwatch
@@ -151,6 +152,8 @@ class Dispatcher:
             num_prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
             num_choices=request.sampling.n,
+            blocks=PromptBlocks(request.prompt_token_ids, request.cache_salt),
+            needs_every_output=request.sampling.prompt_logprobs is not None,
         )
         placement = place(self._registry, facts)
         legs = _legs(placement)
@@ -158,19 +161,21 @@ class Dispatcher:
         self._entries[request.key] = entry
         try:
             for node, leg, peer_epoch in legs:
-                self._start(request, trace, node, leg, peer_epoch)
+                to_compute = 0 if leg is Leg.DECODE else placement.num_to_compute
+                self._start(request, trace, node, leg, peer_epoch, to_compute)
             yield entry
         finally:
             del self._entries[request.key]
             for epoch in entry.race.open_legs:
                 self._nodes.send(epoch, Cancel(request.key))
 
-    def _start(self, request: Request, trace: TraceContext | None, node: Node, leg: Leg, peer_epoch: str) -> None:
-        num_prompt_tokens = len(request.prompt_token_ids)
+    def _start(
+        self, request: Request, trace: TraceContext | None, node: Node, leg: Leg, peer_epoch: str, to_compute: int
+    ) -> None:
         self._registry.note_placed(
             node,
-            to_compute=0 if leg is Leg.DECODE else num_prompt_tokens,
-            num_prompt_tokens=num_prompt_tokens,
+            to_compute=to_compute,
+            num_prompt_tokens=len(request.prompt_token_ids),
             num_choices=1 if leg is Leg.PREFILL else request.sampling.n,
         )
         start = Start(

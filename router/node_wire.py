@@ -2,7 +2,7 @@
 
 from kvrelay.engine.errors import InvalidArgument, RemoteError
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.legs import Delta, HandoffReport, Leg, LegReport, Load
+from kvrelay.engine.legs import CacheChange, Delta, HandoffReport, Leg, LegReport, Load
 from kvrelay.engine.request import FinishReason, Logprobs, RequestKey, SamplingParams
 from kvrelay.proto import inference_pb2, node_pb2 as pb
 from kvrelay.router.messages import Cancel, NodeFacts, Peers, Role, Start, ToNode
@@ -69,6 +69,14 @@ def read_load(message: pb.Load) -> Load:
         num_waiting_tokens=message.num_waiting_tokens,
         tokens_per_s=message.tokens_per_s,
         sessions=frozenset(message.sessions),
+    )
+
+
+def read_cache_change(message: pb.CacheChange) -> CacheChange:
+    return CacheChange(
+        from_nothing=message.from_nothing,
+        evicted=frozenset(message.evicted),
+        stored=frozenset(message.stored),
     )
 
 

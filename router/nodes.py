@@ -181,6 +181,8 @@ class NodesServicer(node_pb2_grpc.NodesServicer):
             case "step":
                 if message.step.HasField("load"):
                     self._registry.report(epoch, node_wire.read_load(message.step.load))
+                if message.step.HasField("cache"):
+                    self._registry.change_cache(epoch, node_wire.read_cache_change(message.step.cache))
                 for delta in message.step.deltas:
                     self._legs.deliver(epoch, node_wire.read_delta(delta))
             case "load":

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.engine.errors import ResourceExhausted
-from kvrelay.engine.legs import Load, Peer
+from kvrelay.engine.legs import CacheChange, Load, Peer
 from kvrelay.router.messages import NodeFacts, Role
+from kvrelay.router.prefix_index import PrefixIndex, PromptBlocks
 
 
 @dataclass(slots=True)
@@ -32,6 +33,10 @@ class Node:
     # was placed is counted until the second report after it.
     placed_now: Placed = field(default_factory=Placed)
     placed_before: Placed = field(default_factory=Placed)
+    prefixes: PrefixIndex = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefixes = PrefixIndex(self.facts.num_blocks)
 
     @property
     def num_choices(self) -> int:
@@ -59,6 +64,11 @@ class Node:
         `max_model_len` tells: no node says more than its blocks hold.)"""
         has_seats = num_choices <= self.facts.max_num_seqs
         return has_seats and self.num_blocks_for(num_prompt_tokens, num_choices) <= self.facts.num_blocks
+
+    def num_cached_tokens(self, blocks: PromptBlocks) -> int:
+        """How much of a prompt's beginning its prefix cache holds, as far as the node has said."""
+        block_size = self.facts.kv_layout.block_size
+        return self.prefixes.num_cached_blocks(blocks.names(block_size)) * block_size
 
 
 class Registry:
@@ -98,6 +108,14 @@ class Registry:
             node = self._nodes[epoch]
             node.load = load
             node.placed_before, node.placed_now = node.placed_now, Placed()
+
+    def change_cache(self, epoch: str, change: CacheChange) -> None:
+        """What a node's prefix cache holds has changed. Unknown nodes are ignored.
+
+        Raises: InvalidArgument for more than the node can hold.
+        """
+        if epoch in self._nodes:
+            self._nodes[epoch].prefixes.apply(change)
 
     def drain(self, epoch: str) -> None:
         """Place nothing more on this node. Unknown nodes are ignored: a stream that was replaced may still be read."""

@@ -4,13 +4,15 @@ import pytest
 
 from kvrelay.engine.errors import InvalidArgument, TooLarge, Unavailable
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.legs import Load
+from kvrelay.engine.legs import CacheChange, Load
 from kvrelay.router.messages import NodeFacts, Role
 from kvrelay.router.policy import RequestFacts, place
+from kvrelay.router.prefix_index import PromptBlocks
 from kvrelay.router.registry import Node, Registry
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 REQUEST = RequestFacts(num_prompt_tokens=40, max_tokens=8)
+PROMPT = tuple(range(80))  # five blocks, no token more
 
 
 def node(
@@ -37,6 +39,19 @@ def prefill(epoch: str, *sessions: str, **more: object) -> Node:
 
 def decode(epoch: str, **more: object) -> Node:
     return node(Role.DECODE, epoch, **more)  # type: ignore[arg-type]
+
+
+def caching(node: Node, num_tokens: int, salt: str = "") -> Node:
+    """The node, with the beginning of PROMPT in its prefix cache."""
+    names = PromptBlocks(PROMPT[:num_tokens], salt).names(LAYOUT.block_size)
+    node.prefixes.apply(CacheChange(stored=frozenset(names)))
+    return node
+
+
+def asking(salt: str = "", **more: object) -> RequestFacts:
+    """A request for PROMPT."""
+    blocks = PromptBlocks(PROMPT, salt)
+    return RequestFacts(num_prompt_tokens=len(PROMPT), max_tokens=8, blocks=blocks, **more)  # type: ignore[arg-type]
 
 
 def chosen(*nodes: Node, request: RequestFacts = REQUEST) -> tuple[str | None, str]:
@@ -135,3 +150,68 @@ def test_a_burst_between_two_reports_spreads_over_equal_nodes() -> None:
         placed.append((placement.prefill.facts.epoch, placement.decode.facts.epoch))
     for i, names in enumerate(("pq", "ab")):
         assert [sum(pair[i] == name for pair in placed) for name in names] == [10, 10]
+
+
+@pytest.mark.parametrize(("num_queued", "num_cached", "name"), [(32, 48, "warm"), (47, 48, "warm"), (49, 48, "cold")])
+def test_a_cached_prefix_is_followed_until_its_node_is_busier_than_the_cache_saves(
+    num_queued: int, num_cached: int, name: str
+) -> None:
+    warm = caching(prefill("warm", "d", tokens_per_s=100.0, num_waiting_tokens=num_queued), num_cached)
+    assert chosen(prefill("cold", "d", tokens_per_s=100.0), warm, decode("d"), request=asking()) == (name, "d")
+
+
+def test_the_longest_cached_prefix_counts_and_a_faster_node_without_it_may_be_better() -> None:
+    short, long = (caching(prefill(str(n), "d", tokens_per_s=100.0), n) for n in (16, 64))
+    assert chosen(short, long, decode("d"), request=asking()) == ("64", "d")
+    fast = prefill("fast", "d", tokens_per_s=1000.0)  # 80 tokens in 0.08 s; the other 16 in 0.16 s
+    assert chosen(short, long, fast, decode("d"), request=asking()) == ("fast", "d")
+
+
+def test_a_prefix_under_another_salt_is_none() -> None:
+    nodes = (caching(prefill("other", "d"), 64, "theirs"), caching(prefill("p", "d"), 16, "mine"), decode("d"))
+    assert chosen(*nodes, request=asking("mine")) == ("p", "d")
+    assert chosen(*nodes, request=asking("theirs")) == ("other", "d")
+
+
+def test_a_prefill_node_always_computes_the_last_token() -> None:
+    """Of a prompt that it has entirely, the last block: no better than a node that lacks only that."""
+    every, all_but_one = caching(prefill("q", "d"), 80), caching(prefill("p", "d"), 64)
+    placement = place([every, all_but_one, decode("d")], asking())
+    assert placement.prefill is all_but_one
+    assert placement.num_to_compute == 16
+
+
+def test_who_wants_the_prompts_log_probabilities_gains_nothing_by_a_prefill_nodes_cache() -> None:
+    """C13."""
+    nodes = [caching(prefill("q", "d"), 80), prefill("p", "d"), decode("d")]
+    placement = place(nodes, asking(needs_every_output=True))
+    assert placement.prefill is nodes[1]
+    assert placement.num_to_compute == 80
+
+
+def test_what_is_to_be_computed_is_what_the_chosen_node_lacks() -> None:
+    warm, cold = caching(prefill("p", "d"), 48), prefill("q", "d")
+    assert place([warm, cold, decode("d")], asking()).num_to_compute == 32
+    assert place([cold, prefill("r", "d"), decode("d")], asking()).num_to_compute == 80
+    assert place([decode("d")], asking()).num_to_compute == 80
+
+
+def test_among_decode_nodes_with_room_and_equal_batches_the_most_cached_counts_then_room() -> None:
+    warm = caching(decode("warm", num_free_blocks=50), 32)
+    assert chosen(decode("roomy"), warm, request=asking()) == (None, "warm")
+    assert chosen(decode("roomy"), caching(decode("e"), 80), warm, request=asking()) == (None, "e")
+    busy = caching(decode("busy", num_running=1), 80)
+    assert chosen(decode("roomy"), busy, request=asking()) == (None, "roomy")
+    full = caching(decode("full", num_free_blocks=2), 80)
+    assert chosen(decode("roomy", num_running=5), full, request=asking()) == (None, "roomy")
+    assert chosen(decode("roomy"), warm, request=asking("another")) == (None, "roomy")
+
+
+def test_caches_are_not_looked_at_where_there_is_no_choice() -> None:
+    request = asking()
+    nodes = (caching(prefill("p", "d"), 48), caching(decode("d"), 48))
+    assert chosen(*nodes, request=request) == ("p", "d")
+    assert chosen(nodes[1], request=request) == (None, "d")
+    assert request.blocks == PromptBlocks(PROMPT)  # no hash was computed
+    chosen(nodes[1], decode("e"), request=request)
+    assert request.blocks != PromptBlocks(PROMPT)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvrelay.engine.errors import ResourceExhausted
+from kvrelay.engine.errors import InvalidArgument, ResourceExhausted
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.legs import Load, Peer
+from kvrelay.engine.legs import CacheChange, Load, Peer
 from kvrelay.router.messages import NodeFacts, Role
 from kvrelay.router.registry import Node, Registry
 
@@ -130,3 +130,15 @@ def test_only_decode_nodes_that_take_requests_count_for_what_can_be_served() -> 
     assert registry.max_model_len() == 100
     registry.remove("e")
     assert not registry.num_serving()
+
+
+def test_a_node_that_registers_anew_has_nothing_cached_until_it_says_so() -> None:
+    registry = Registry(max_nodes=1)
+    registry.add(facts(Role.DECODE, "d"))
+    registry.change_cache("d", CacheChange(stored=frozenset([1, 2])))
+    assert only(registry).prefixes.names == {1, 2}
+    registry.add(facts(Role.DECODE, "d"))
+    assert only(registry).prefixes.names == frozenset()
+    registry.change_cache("gone", CacheChange(stored=frozenset([1])))
+    with pytest.raises(InvalidArgument, match="has 100"):
+        registry.change_cache("d", CacheChange(stored=frozenset(range(101))))
