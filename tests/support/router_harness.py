@@ -17,9 +17,9 @@ from kvrelay.router.config import RouterConfig
 from kvrelay.router.server import RouterServer
 
 
-async def wait_until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until a condition holds, for at most ten seconds."""
-    async with asyncio.timeout(10):
+async def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Let the loop run until a condition holds."""
+    async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110  conditions of many kinds, none with an event of its own
             await asyncio.sleep(0.001)
 
