@@ -13,6 +13,7 @@ from support.router_harness import Harness, running_router, wait_until
 from support.tiny_tokenizers import write_model_folder
 
 from kvrelay.proto import node_pb2, node_pb2_grpc
+from kvrelay.router.prefix_index import PromptBlocks
 
 
 @pytest.fixture
@@ -162,6 +163,17 @@ async def test_a_message_out_of_place_ends_the_stream(router: Harness) -> None:
     await wait_until(lambda: not list(router.server.registry))
 
 
+async def test_a_node_that_claims_more_cached_blocks_than_it_has_loses_its_stream(router: Harness) -> None:
+    """The router's memory for a node's cache is bounded by what the node said of itself."""
+    node = await join(router, DECODE, "D", num_blocks=2)
+    for stored in ([1], [1, 2]):
+        await node.write(node_pb2.NodeMessage(step=node_pb2.Step(cache=node_pb2.CacheChange(stored=stored))))
+    await wait_until(lambda: [seen.prefixes.names for seen in router.server.registry] == [{1, 2}])
+    await node.write(node_pb2.NodeMessage(step=node_pb2.Step(cache=node_pb2.CacheChange(stored=[3]))))
+    await asyncio.wait_for(node.ended.wait(), 10)
+    await wait_until(lambda: not list(router.server.registry))
+
+
 async def test_bytes_that_are_no_message_end_a_stream_before_and_after_it_has_registered(router: Harness) -> None:
     """E02, D09: by a status that says so; what runs on the node fails, and the router goes on."""
     stranger = router.channel.stream_stream("/kvrelay.v1.Nodes/Connect")()
@@ -255,3 +267,32 @@ async def test_reflection_names_the_services(router: Harness) -> None:
     async for response in stub.ServerReflectionInfo(iter(requests)):
         names = {service.name for service in response.list_services_response.service}
     assert {"kvrelay.v1.Inference", "kvrelay.v1.Nodes", "kvrelay.v1.Cluster", "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "num_to_compute"),
+    [
+        ({"cache_salt": "mine"}, "P", 18),
+        ({"cache_salt": "theirs"}, "Q", 34),
+        ({"cache_salt": "theirs", "sampling": {"max_tokens": 8, "prompt_logprobs": 0}}, "P", 50),
+    ],
+)
+async def test_a_request_goes_where_the_blocks_of_its_own_salt_are(
+    router: Harness, more: dict[str, Any], name: str, num_to_compute: int
+) -> None:
+    """And counts there, until the node itself reports, with what its cache does not spare."""
+    prompt = list(range(50))
+    decode = await join(router, DECODE, "D")
+    prefills = [await join(router, PREFILL, name) for name in "PQ"]
+    for node, salt, num_cached in zip(prefills, ("mine", "theirs"), (32, 16), strict=True):
+        await node.wait_peers(decode.epoch)
+        stored = list(PromptBlocks(prompt[:num_cached], salt).names(16))
+        load = node_pb2.Load(num_free_blocks=1000, sessions=[decode.epoch])
+        node.load = load
+        await node.write(node_pb2.NodeMessage(step=node_pb2.Step(load=load, cache=node_pb2.CacheChange(stored=stored))))
+    seen = {node.facts.name: node for node in router.server.registry}
+    await wait_until(lambda: len(seen["P"].prefixes.names) == 2 and len(seen["Q"].prefixes.names) == 1)
+    task = asyncio.create_task(router.generate(prompt, **more))
+    await wait_until(lambda: seen["P"].num_placed + seen["Q"].num_placed == 1)
+    assert (seen[name].num_placed, seen[name].num_waiting_tokens) == (1, num_to_compute)
+    task.cancel()
