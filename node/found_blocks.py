@@ -12,9 +12,8 @@ def take_change(pool: BlockPool) -> CacheChange | None:
         return CacheChange(from_nothing=True, stored=frozenset(map(short_name, pool.found_hashes())))
     if not events:
         return None
-    is_found = {
-        short_name(event.block_hash): isinstance(event, BlockStored) for event in events
-    }  # the last word counts
+    # The last event of each block counts.
+    is_found = {short_name(event.block_hash): isinstance(event, BlockStored) for event in events}
     stored = frozenset(name for name, found in is_found.items() if found)
     return CacheChange(evicted=frozenset(is_found.keys() - stored), stored=stored)
 
