@@ -142,7 +142,6 @@ class Planner:
         if not self._fits(num_new_blocks + num_spare, num_seats):
             lower = [other for other in self._running if self._ranking.may_displace(sequence, other)]
             if not self._make_room(lower, num_new_blocks + num_spare, num_seats):
-                self._ledger.release(cached)
                 return False
         self._ledger.allocate(num_new_blocks)
         self._num_seats_left -= num_seats

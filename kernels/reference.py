@@ -6,7 +6,8 @@ on the number of threads. So a token does not change with batch-mates or with th
 
 - Matrix products run on tiles of one fixed shape, so that the library below always takes the same path: ROWS rows at a
   time, columns padded to a multiple of COLUMNS (a narrower remainder, also of one thread's share, takes a path that
-  sums in another order for some rows).
+  sums in another order for some rows). Sums over more than INPUTS inputs are one thread's: where rows are few, some
+  CPUs' libraries cut them among the threads.
 - Attention multiplies tiles of ROWS queries and KEYS keys cut at absolute positions, takes the exact maximum over all,
   and adds the tiles up in order. A key that a row does not see adds an exact zero.
 - Of functions that are not exactly rounded only exp, tanh and erf are used, which torch computes by the same code
@@ -19,6 +20,7 @@ tests/conformance checks all of this on the machine at hand. Across kinds of CPU
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +32,7 @@ from kvrelay.kernels.base import Activation, AttentionBatch, PackedWeight
 ROWS = 16
 COLUMNS = 16
 KEYS = 64
+INPUTS = 512
 
 _MAX_QUERIES = 128  # of one sequence in one piece of work: bounds the memory that scores take
 _MAX_GATHERED_TOKENS = 16_384  # of all sequences in one piece of work
@@ -48,8 +51,9 @@ class ReferenceKernels:
         num_rows = x_TC.shape[0]
         x_TC = _pad_to_multiple(x_TC, ROWS).contiguous()
         out_TO = x_TC.new_empty(x_TC.shape[0], weight.data.shape[0])
-        for start in range(0, num_rows, ROWS):
-            torch.mm(x_TC[start : start + ROWS], weight.data.t(), out=out_TO[start : start + ROWS])
+        with _one_thread() if x_TC.shape[1] > INPUTS else nullcontext():
+            for start in range(0, num_rows, ROWS):
+                torch.mm(x_TC[start : start + ROWS], weight.data.t(), out=out_TO[start : start + ROWS])
         out_TO = out_TO[:num_rows, : weight.num_outputs]
         return out_TO if bias_O is None else out_TO + bias_O
 
@@ -229,6 +233,16 @@ def _product(tiles: Tensor, matrices: Tensor) -> Tensor:
     return torch.stack(
         [torch.bmm(rows, matrix.expand(num_tiles, -1, -1)) for rows, matrix in zip(tiles, matrices, strict=True)]
     )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
