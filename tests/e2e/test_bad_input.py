@@ -51,7 +51,7 @@ async def assert_serves(router: Harness, prefill: FakeNode, decode: FakeNode) ->
     assert prefill.starts.empty()
     assert decode.starts.empty()
     task = asyncio.create_task(router.generate(list(GOOD_PROMPT)))
-    await prefill.next_start()
+    await prefill.say(delta(await prefill.next_start(), [70], ended=True))
     await decode.say(delta(await decode.next_start(), [70, 71], finish="length", ended=True))
     assert (await task).token_ids == [70, 71]
 
@@ -272,6 +272,7 @@ async def test_the_longest_prompts_that_fit_are_served(router: Harness, length: 
         task = asyncio.create_task(router.generate([V - 1] * length, sampling=fields))
         starts = [await prefill.next_start(), await decode.next_start()]
         assert {start.sampling.max_tokens for start in starts} == {L - length}
+        await prefill.say(delta(starts[0], [70], ended=True))
         await decode.say(delta(starts[1], [70], finish="stop", ended=True))
         await task
 
