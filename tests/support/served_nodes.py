@@ -114,6 +114,7 @@ class ServedNode:
             kv_layout=self._runner.layout,
             max_model_len=self._runner.max_model_len,
             num_blocks=self._runner.num_blocks,
+            max_num_seqs=self._process._config.max_num_seqs,
             grpc_address=f"127.0.0.1:{grpc_port}",
             connector_address=connector_address,
             cluster_secret="",
