@@ -18,10 +18,11 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix [num_outputs, C] as the kernels that packed it want it; nobody else looks inside."""
+    """A matrix [num_outputs, num_inputs] as the kernels that packed it want it; nobody else looks inside."""
 
     data: Tensor
     num_outputs: int
+    num_inputs: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,26 @@
 """Which kernels run on which device: the one place that decides."""
 
+import logging
+from typing import Literal
+
 import torch
 
 from kvrelay.kernels.base import Kernels
+from kvrelay.kernels.cpu.build import NotBuiltError
+from kvrelay.kernels.cpu.kernels import CpuKernels
 from kvrelay.kernels.reference import ReferenceKernels
 
+KernelsChoice = Literal["auto", "reference"]
 
-def get_kernels(device: torch.device) -> Kernels:
-    """The kernels for a device; the reference runs wherever torch does."""
+log = logging.getLogger(__name__)
+
+
+def get_kernels(device: torch.device, choice: KernelsChoice = "auto") -> Kernels:
+    """The kernels for a device, on as many threads as torch: compiled ones on a CPU with a compiler, else the
+    reference, which runs wherever torch does."""
+    if choice == "auto" and device.type == "cpu":
+        try:
+            return CpuKernels(torch.get_num_threads())
+        except NotBuiltError as error:
+            log.warning("kernels_not_built: plain torch computes instead, slowly: %s", error)
     return ReferenceKernels()

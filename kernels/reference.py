@@ -44,8 +44,8 @@ class ReferenceKernels:
     row_multiple = ROWS
 
     def pack(self, weight_OC: Tensor) -> PackedWeight:
-        num_outputs = weight_OC.shape[0]
-        return PackedWeight(_pad_to_multiple(weight_OC, COLUMNS).contiguous(), num_outputs)
+        num_outputs, num_inputs = weight_OC.shape
+        return PackedWeight(_pad_to_multiple(weight_OC, COLUMNS).contiguous(), num_outputs, num_inputs)
 
     def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
         num_rows = x_TC.shape[0]

@@ -43,29 +43,29 @@ class Attention:
         q, k, v = take_matrices(checkpoint, path, names.qkv, sizes, config.hidden_size, config.qkv_bias)
         if config.interleaved_rotary and layer.rope is not None:
             q, k = (_in_halves(matrix, head_dim, layer.rope.rotary_dim) for matrix in (q, k))
-        self._q, self._k, self._v = (Projection(kernels, *matrix) for matrix in (q, k, v))
+        self.q, self.k, self.v = (Projection(kernels, *matrix) for matrix in (q, k, v))
         (output,) = take_matrices(
             checkpoint, path, (names.attention_output,), (config.hidden_size,), query_size, config.attention_output_bias
         )
-        self._output = Projection(kernels, *output)
-        self._q_norm = self._k_norm = None
+        self.output = Projection(kernels, *output)
+        self.q_norm = self.k_norm = None
         if config.qk_norm is not None:
             q_size, k_size = (head_dim, head_dim) if config.qk_norm_heads == "each" else (query_size, kv_size)
-            self._q_norm = Norm(kernels, checkpoint, f"{path}.{names.q_norm}", config.qk_norm, q_size)
-            self._k_norm = Norm(kernels, checkpoint, f"{path}.{names.k_norm}", config.qk_norm, k_size)
+            self.q_norm = Norm(kernels, checkpoint, f"{path}.{names.q_norm}", config.qk_norm, q_size)
+            self.k_norm = Norm(kernels, checkpoint, f"{path}.{names.k_norm}", config.qk_norm, k_size)
         self._kernels = kernels
         self._config = config
-        self._window = layer.window
-        self._rope = rope
+        self.window = layer.window
+        self.rope = rope
 
     def __call__(self, x_TC: Tensor, shared: AttentionInput, kv_N2KBD: Tensor) -> Tensor:
         """`kv_N2KBD`: this layer's part of the pool, written and read."""
         kernels, config = self._kernels, self._config
-        q_THD = self._heads(self._q(x_TC), self._q_norm)
-        k_TKD = self._heads(self._k(x_TC), self._k_norm)
-        v_TKD = self._heads(self._v(x_TC))
-        if self._rope is not None:
-            cos, sin = shared.turns[self._rope]
+        q_THD = self._heads(self.q(x_TC), self.q_norm)
+        k_TKD = self._heads(self.k(x_TC), self.k_norm)
+        v_TKD = self._heads(self.v(x_TC))
+        if self.rope is not None:
+            cos, sin = shared.turns[self.rope]
             q_THD, k_TKD = kernels.rotary(q_THD, cos, sin), kernels.rotary(k_TKD, cos, sin)
         kernels.reshape_and_cache(k_TKD, v_TKD, kv_N2KBD, shared.batch.slot_mapping)
         out_THD = kernels.paged_attention(
@@ -73,10 +73,10 @@ class Attention:
             kv_N2KBD,
             shared.batch.attention,
             scale=config.scale,
-            window=self._window,
+            window=self.window,
             softcap=config.attention_softcap,
         )
-        return self._output(out_THD.flatten(1))
+        return self.output(out_THD.flatten(1))
 
     def _heads(self, x_TX: Tensor, norm: Norm | None = None) -> Tensor:
         if self._config.clip_qkv:

@@ -36,46 +36,46 @@ class Decoder:
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.vocab_size = config.vocab_size
-        self._config = config
+        self.config = config
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope is not None))
         numbers: dict[RopeConfig | None, int] = {rope: number for number, rope in enumerate(ropes)}
         names = config.names
         trunk = next((name for name in names.trunks if f"{name}.{_EMBEDDING}" in checkpoint), names.trunks[0])
-        self._embedding = checkpoint.take(f"{trunk}.{_EMBEDDING}", config.vocab_size, config.hidden_size)
-        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self._embedding.dtype))
-        self._layers = [
-            _Layer(config, layer, numbers.get(layer.rope), kernels, checkpoint, f"{trunk}.layers.{i}")
+        self.embedding = checkpoint.take(f"{trunk}.{_EMBEDDING}", config.vocab_size, config.hidden_size)
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.embedding.dtype))
+        self.layers = [
+            Layer(config, layer, numbers.get(layer.rope), kernels, checkpoint, f"{trunk}.layers.{i}")
             for i, layer in enumerate(config.layers)
         ]
-        self._norm = Norm(kernels, checkpoint, f"{trunk}.{names.final_norm}", config.norm, config.hidden_size)
-        self._ropes = [Rope(rope, device) for rope in ropes]  # as large as the heads are, which have been checked
-        head = self._embedding
+        self.norm = Norm(kernels, checkpoint, f"{trunk}.{names.final_norm}", config.norm, config.hidden_size)
+        self.ropes = [Rope(rope, device) for rope in ropes]  # as large as the heads are, which have been checked
+        head = self.embedding
         if not config.tie_embeddings:
             head = checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
         bias = checkpoint.take("lm_head.bias", config.vocab_size) if config.head_bias else None
-        self._head = Projection(kernels, head, bias)
+        self.head = Projection(kernels, head, bias)
         checkpoint.finish(lambda name: _NOT_NEEDED.fullmatch(name) is not None or name.startswith(names.other_parts))
 
     def forward(self, batch: ForwardBatch, pool_NL2KBD: Tensor) -> Tensor:
         """Hidden states [T, C] of the batch's tokens, whose keys and values are written into the pool."""
-        x_TC = embedding(batch.token_ids, self._embedding)
-        if self._embedding_scale != 1:
-            x_TC = x_TC * self._embedding_scale
-        shared = AttentionInput(batch, [rope.cos_sin(batch.positions) for rope in self._ropes])
-        for i, layer in enumerate(self._layers):
+        x_TC = embedding(batch.token_ids, self.embedding)
+        if self.embedding_scale != 1:
+            x_TC = x_TC * self.embedding_scale
+        shared = AttentionInput(batch, [rope.cos_sin(batch.positions) for rope in self.ropes])
+        for i, layer in enumerate(self.layers):
             x_TC = layer(x_TC, shared, pool_NL2KBD[:, i])
         return x_TC
 
     def logits(self, hidden_RC: Tensor) -> Tensor:
         """[R, V] in float32, of some rows of `forward`'s hidden states."""
-        logits_RV = self._head(self._norm(hidden_RC)).float()
-        if self._config.logit_scale != 1:
-            logits_RV = logits_RV * self._config.logit_scale
-        cap = self._config.logit_softcap
+        logits_RV = self.head(self.norm(hidden_RC)).float()
+        if self.config.logit_scale != 1:
+            logits_RV = logits_RV * self.config.logit_scale
+        cap = self.config.logit_softcap
         return cap * torch.tanh(logits_RV / cap) if cap else logits_RV
 
 
-class _Layer:
+class Layer:
     def __init__(
         self,
         config: DecoderConfig,
@@ -86,22 +86,25 @@ class _Layer:
         path: str,
     ) -> None:
         names = config.names
-        self._attention_norm = make_norm(kernels, checkpoint, path, names.attention_norm, config)
-        self._attention = Attention(config, layer, rope, kernels, checkpoint, f"{path}.self_attn")
-        self._attention_output_norm = make_norm(kernels, checkpoint, path, names.attention_output_norm, config)
-        self._mlp_norm = make_norm(kernels, checkpoint, path, names.mlp_norm, config)
-        self._mlp = Mlp(config, kernels, checkpoint, f"{path}.mlp")
-        self._mlp_output_norm = make_norm(kernels, checkpoint, path, names.mlp_output_norm, config)
+        self.attention_norm = make_norm(kernels, checkpoint, path, names.attention_norm, config)
+        self.attention = Attention(config, layer, rope, kernels, checkpoint, f"{path}.self_attn")
+        self.attention_output_norm = make_norm(kernels, checkpoint, path, names.attention_output_norm, config)
+        self.mlp_norm = make_norm(kernels, checkpoint, path, names.mlp_norm, config)
+        self.mlp = Mlp(config, kernels, checkpoint, f"{path}.mlp")
+        self.mlp_output_norm = make_norm(kernels, checkpoint, path, names.mlp_output_norm, config)
         self._parallel = config.parallel
         self._residual_scale = config.residual_scale
 
     def __call__(self, x_TC: Tensor, shared: AttentionInput, kv_N2KBD: Tensor) -> Tensor:
-        normed_TC = self._attention_norm(x_TC)
-        attended_TC = self._attention_output_norm(self._attention(normed_TC, shared, kv_N2KBD))
-        if self._parallel:
-            return self._add(self._add(x_TC, attended_TC), self._mlp_output_norm(self._mlp(normed_TC)))
-        x_TC = self._add(x_TC, attended_TC)
-        return self._add(x_TC, self._mlp_output_norm(self._mlp(self._mlp_norm(x_TC))))
+        normed_TC = _norm(self.attention_norm, x_TC)
+        x_TC = self._add(x_TC, _norm(self.attention_output_norm, self.attention(normed_TC, shared, kv_N2KBD)))
+        if not self._parallel:
+            normed_TC = _norm(self.mlp_norm, x_TC)
+        return self._add(x_TC, _norm(self.mlp_output_norm, self.mlp(normed_TC)))
 
     def _add(self, x_TC: Tensor, more_TC: Tensor) -> Tensor:
         return x_TC + (more_TC if self._residual_scale == 1 else more_TC * self._residual_scale)
+
+
+def _norm(norm: Norm | None, x_TC: Tensor) -> Tensor:
+    return x_TC if norm is None else norm(x_TC)

@@ -3,7 +3,7 @@
 Each takes its weights from the checkpoint when it is made, by the names they have there.
 """
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from itertools import accumulate
 
 from torch import Tensor
@@ -18,11 +18,11 @@ class Projection:
 
     def __init__(self, kernels: Kernels, weight_OC: Tensor, bias_O: Tensor | None) -> None:
         self._kernels = kernels
-        self._weight = kernels.pack(weight_OC)
-        self._bias = bias_O
+        self.weight = kernels.pack(weight_OC)
+        self.bias = bias_O
 
     def __call__(self, x_TC: Tensor) -> Tensor:
-        return self._kernels.linear(x_TC, self._weight, self._bias)
+        return self._kernels.linear(x_TC, self.weight, self.bias)
 
 
 def take_matrices(
@@ -54,28 +54,22 @@ class Norm:
     def __init__(self, kernels: Kernels, checkpoint: Checkpoint, name: str, config: NormConfig, size: int) -> None:
         self.size = size
         self._kernels = kernels
-        self._config = config
-        self._weight = checkpoint.take(f"{name}.weight", size) if config.weight else None
-        self._bias = checkpoint.take(f"{name}.bias", size) if config.bias else None
-        if self._weight is not None and config.weight_offset:
-            self._weight = self._weight.float() + config.weight_offset
+        self.config = config
+        self.weight = checkpoint.take(f"{name}.weight", size) if config.weight else None
+        self.bias = checkpoint.take(f"{name}.bias", size) if config.bias else None
+        if self.weight is not None and config.weight_offset:
+            self.weight = self.weight.float() + config.weight_offset
 
     def __call__(self, x_TC: Tensor) -> Tensor:
-        if self._config.kind == "layer":
-            return self._kernels.layer_norm(x_TC, self._weight, self._bias, self._config.eps)
-        assert self._weight is not None
-        return self._kernels.rms_norm(x_TC, self._weight, self._config.eps)
+        if self.config.kind == "layer":
+            return self._kernels.layer_norm(x_TC, self.weight, self.bias, self.config.eps)
+        assert self.weight is not None
+        return self._kernels.rms_norm(x_TC, self.weight, self.config.eps)
 
 
-def make_norm(
-    kernels: Kernels, checkpoint: Checkpoint, path: str, name: str, config: DecoderConfig
-) -> Callable[[Tensor], Tensor]:
-    """A norm over hidden states; without a name, none: what comes in goes out."""
-    return Norm(kernels, checkpoint, f"{path}.{name}", config.norm, config.hidden_size) if name else _same
-
-
-def _same(x_TC: Tensor) -> Tensor:
-    return x_TC
+def make_norm(kernels: Kernels, checkpoint: Checkpoint, path: str, name: str, config: DecoderConfig) -> Norm | None:
+    """A norm over hidden states; without a name, none."""
+    return Norm(kernels, checkpoint, f"{path}.{name}", config.norm, config.hidden_size) if name else None
 
 
 class Mlp:
@@ -87,11 +81,11 @@ class Mlp:
         inputs = take_matrices(checkpoint, path, config.names.mlp_inputs, sizes, hidden, bias)
         outputs = take_matrices(checkpoint, path, (config.names.mlp_output,), (hidden,), inner, bias)
         self._kernels = kernels
-        self._activation = config.activation
-        self._inputs = [Projection(kernels, *matrix) for matrix in inputs]
-        self._down = Projection(kernels, *outputs[0])
+        self.activation = config.activation
+        self.inputs = [Projection(kernels, *matrix) for matrix in inputs]
+        self.down = Projection(kernels, *outputs[0])
 
     def __call__(self, x_TC: Tensor) -> Tensor:
-        return self._down(
-            self._kernels.activate(self._inputs[0](x_TC), self._activation, *[up(x_TC) for up in self._inputs[1:]])
+        return self.down(
+            self._kernels.activate(self.inputs[0](x_TC), self.activation, *[up(x_TC) for up in self.inputs[1:]])
         )

@@ -7,10 +7,12 @@ import torch
 from kvrelay.engine.errors import ModelError
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.models.base import Model
+from kvrelay.engine.models.compiled import CompiledDecoder
 from kvrelay.engine.models.config import decoder_config, is_known
 from kvrelay.engine.models.decoder import Decoder
 from kvrelay.engine.models.loader import Checkpoint
 from kvrelay.kernels.base import Kernels
+from kvrelay.kernels.cpu.kernels import CpuKernels
 
 ModelImpl = Literal["auto", "kvrelay", "transformers"]
 
@@ -29,4 +31,5 @@ def load_model(info: ModelInfo, dtype: torch.dtype, kernels: Kernels, device: to
         config = decoder_config(info.config)
     except ModelError as error:
         raise ModelError(f"{error.message} (--model-impl transformers may run it)") from error
-    return Decoder(config, Checkpoint(info.path, dtype, device), kernels, device)
+    decoder = Decoder(config, Checkpoint(info.path, dtype, device), kernels, device)
+    return CompiledDecoder(decoder, kernels) if isinstance(kernels, CpuKernels) else decoder

@@ -18,8 +18,8 @@ class Rope:
     """Cosines and sines of the positions of a batch, made anew for each: a table would have to know the longest."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
-        self._frequencies = frequencies(config).to(device)
-        self._magnitude = config.magnitude
+        self.frequencies = frequencies(config).to(device)
+        self.magnitude = config.magnitude
 
     def cos_sin(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """Both [T, R] in float32.
@@ -27,8 +27,8 @@ class Rope:
         The angle is a float32, as everywhere else; its cosine is taken in float64 and rounded, so that it does not
         depend on where in the batch the position stands.
         """
-        angles = (positions_T.float()[:, None] * self._frequencies).double()
-        return angles.cos().float() * self._magnitude, angles.sin().float() * self._magnitude
+        angles = (positions_T.float()[:, None] * self.frequencies).double()
+        return angles.cos().float() * self.magnitude, angles.sin().float() * self.magnitude
 
 
 def frequencies(config: RopeConfig) -> Tensor:

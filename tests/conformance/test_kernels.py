@@ -7,21 +7,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvrelay.kernels.base import Activation, AttentionBatch, Kernels
-from kvrelay.kernels.dispatch import get_kernels
+from kvrelay.kernels.cpu.kernels import CpuKernels
+from kvrelay.kernels.reference import ReferenceKernels
 
 THREADS = (1, 2, 3, 7)
 PLACES = ((0, 201), (1, 2), (2, 7), (5, 16), (60, 33))  # first row and number of rows, of 201
 
 
-@pytest.fixture
-def kernels() -> Kernels:
-    return get_kernels(torch.device("cpu"))
+class AsManyThreadsAsTorch:
+    """Compiled kernels on torch's number of threads."""
+
+    def __init__(self) -> None:
+        self._kernels = {count: CpuKernels(count) for count in THREADS}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels[torch.get_num_threads()], name)
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return ReferenceKernels() if request.param == "reference" else cast(Kernels, AsManyThreadsAsTorch())
 
 
 @pytest.fixture(autouse=True)
