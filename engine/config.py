@@ -50,6 +50,8 @@ class EngineConfig:
     """Of weights, compute and KV; auto: the checkpoint's, and float32 where the CPU has no bfloat16."""
     threads: int = 0
     """CPU threads of the model; 0: as many as this process may run on."""
+    nice: int = 0
+    """Niceness of the threads that compute, 0 to 19: how far they step back for others on the same cores."""
     block_size: int = 16
     """Tokens a KV block."""
     kv_cache_size: str = "1GiB"
@@ -80,6 +82,8 @@ class EngineConfig:
         for name in ("threads", "num_blocks", "max_model_len", "long_prefill_token_threshold"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must not be negative")
+        if not 0 <= self.nice <= 19:
+            raise ConfigError(f"nice = {self.nice}: must be in [0, 19]")
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark = {self.watermark}: must be in [0, 1)")
         if not 0.0 <= self.priority_ageing_s <= MAX_AGEING_S:

@@ -54,7 +54,7 @@ class ModelRunner:
         device = torch.device(config.device)
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         dtype = _dtype(info, config)
-        kernels = get_kernels(device)
+        kernels = get_kernels(device, nice=config.nice)
         model = load_model(info, getattr(torch, dtype), kernels, device, config.model_impl)
         layout = KVLayout(
             num_layers=model.num_layers,

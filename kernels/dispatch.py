@@ -15,12 +15,12 @@ KernelsChoice = Literal["auto", "reference"]
 log = logging.getLogger(__name__)
 
 
-def get_kernels(device: torch.device, choice: KernelsChoice = "auto") -> Kernels:
+def get_kernels(device: torch.device, choice: KernelsChoice = "auto", nice: int = 0) -> Kernels:
     """The kernels for a device, on as many threads as torch: compiled ones on a CPU with a compiler, else the
-    reference, which runs wherever torch does."""
+    reference, which runs wherever torch does. `nice`: of the threads that are started."""
     if choice == "auto" and device.type == "cpu":
         try:
-            return CpuKernels(torch.get_num_threads())
+            return CpuKernels(torch.get_num_threads(), nice)
         except NotBuiltError as error:
             log.warning("kernels_not_built: plain torch computes instead, slowly: %s", error)
     return ReferenceKernels()

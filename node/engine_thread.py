@@ -4,6 +4,7 @@ An idle node waits on a condition and uses no CPU. Messages are served between s
 dropped, for a message that touches a request handles its own errors.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,8 +21,10 @@ MAX_INBOX = 65_536
 class EngineThread:
     """Owns a NodeCore from `start` to `stop`; everything else talks to it through `post` and `wake`."""
 
-    def __init__(self, on_death: Callable[[BaseException], None]) -> None:
-        """`on_death` runs on the engine thread if its loop itself fails: the node cannot go on."""
+    def __init__(self, on_death: Callable[[BaseException], None], nice: int = 0) -> None:
+        """`on_death` runs on the engine thread if its loop itself fails: the node cannot go on. `nice`: of the engine
+        thread alone, which computes."""
+        self._nice = nice
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._awake = False
@@ -60,6 +63,8 @@ class EngineThread:
 
     def _run(self, core: NodeCore) -> None:
         try:
+            if self._nice:
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
             wait_s: float | None = None
             while self._wait(wait_s):
                 self._serve()

@@ -118,7 +118,7 @@ class _NodeProcess:
         self._epoch = epoch
         self._name = name
         self._clock: Clock = MonotonicClock()
-        self._engine = EngineThread(self._on_engine_death)
+        self._engine = EngineThread(self._on_engine_death, config.nice)
         self._links: tuple[RouterLink, ...] = ()
         self._peers: dict[str, tuple[Peer, ...]] = {}  # by router address
         self._found_blocks = FoundBlocks()

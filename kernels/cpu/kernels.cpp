@@ -34,7 +34,7 @@ struct Op {
 
 // One team, and what its attention needs from run to run.
 struct Machine {
-  explicit Machine(int num_threads) : team(num_threads) {}
+  Machine(int num_threads, int nice) : team(num_threads, nice) {}
 
   Team team;
   Cut cut;
@@ -81,7 +81,7 @@ int kvrelay_may_run() {
 #endif
 }
 
-Machine* kvrelay_new(int num_threads) { return new Machine(num_threads); }
+Machine* kvrelay_new(int num_threads, int nice) { return new Machine(num_threads, nice); }
 
 void kvrelay_free(Machine* machine) { delete machine; }
 

@@ -18,9 +18,9 @@ class CpuKernels:
 
     row_multiple = 1
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, nice: int = 0) -> None:
         """Raises: NotBuiltError."""
-        self.machine = Machine(num_threads)
+        self.machine = Machine(num_threads, nice)
 
     def pack(self, weight_OC: Tensor) -> PackedWeight:
         num_outputs, num_inputs = weight_OC.shape

@@ -15,12 +15,12 @@ from kvrelay.kernels.cpu.native import Batch, Op
 class Machine:
     """The compiled kernels, and the threads they run on. For one caller at a time; its threads sleep between runs."""
 
-    def __init__(self, num_threads: int) -> None:
-        """Raises: NotBuiltError."""
+    def __init__(self, num_threads: int, nice: int = 0) -> None:
+        """`nice`: of the threads that it starts, all but the calling one. Raises: NotBuiltError."""
         self._compiled = load()
         native.declare(self._compiled)
         self.num_threads = num_threads
-        self._machine = self._compiled.kvrelay_new(num_threads)
+        self._machine = self._compiled.kvrelay_new(num_threads, nice)
         weakref.finalize(self, self._compiled.kvrelay_free, self._machine)
 
     def run(self, program: ctypes.Array[Op], batch: Batch) -> None:

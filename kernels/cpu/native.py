@@ -202,7 +202,7 @@ def make_op(dtype: torch.dtype, details: Details) -> Op:
 def declare(compiled: ctypes.CDLL) -> None:
     """Tell ctypes the functions' types."""
     signatures = (
-        ("kvrelay_new", c_void_p, [c_int]),
+        ("kvrelay_new", c_void_p, [c_int, c_int]),
         ("kvrelay_free", None, [c_void_p]),
         ("kvrelay_row_stride", c_int64, [c_int, c_int64]),
         ("kvrelay_packed_bytes", c_int64, [c_int, c_int64, c_int64]),

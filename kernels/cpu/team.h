@@ -6,6 +6,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -99,7 +100,8 @@ class Member {
 
 class Team {
  public:
-  explicit Team(int num_threads) : num_threads_(num_threads) {
+  // The threads that it starts have this niceness; the calling one keeps its own.
+  Team(int num_threads, int nice) : num_threads_(num_threads), nice_(nice) {
     for (int i = 0; i < num_threads; ++i) members_.push_back(std::make_unique<Member>(*this, i));
     threads_.resize(num_threads - 1);
     for (int i = 1; i < num_threads; ++i) {
@@ -131,6 +133,7 @@ class Team {
   static void* serve(void* of) {
     Member& member = *static_cast<Member*>(of);
     Team& team = member.team_;
+    if (team.nice_) setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), team.nice_);
     for (uint32_t seen = 0;; ++seen) {
       team.begin_.wait_while(seen);
       if (!team.work_) return nullptr;
@@ -152,6 +155,7 @@ class Team {
   }
 
   int num_threads_;
+  const int nice_;
   int num_started_ = 0;
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<pthread_t> threads_;
