@@ -112,6 +112,7 @@ class Team {
   }
 
   ~Team() {
+    notice_fork();
     work_ = nullptr;
     begin_.change();
     for (int i = 0; i < num_started_; ++i) pthread_join(threads_[i], nullptr);
@@ -121,6 +122,7 @@ class Team {
 
   // Have every thread run `work`, the calling one among them. For one caller at a time.
   void run(const std::function<void(Member&)>& work) {
+    notice_fork();
     work_ = &work;
     if (num_threads_ > 1) begin_.change();
     work(*members_[0]);
@@ -142,6 +144,16 @@ class Team {
     }
   }
 
+  // Threads do not follow a fork: a child works alone.
+  void notice_fork() {
+    if (getpid() == process_) return;
+    process_ = getpid();
+    num_threads_ = 1;
+    num_started_ = 0;
+    num_arrived_.store(0, std::memory_order_relaxed);
+    next_.store(0, std::memory_order_relaxed);
+  }
+
   // Wait for all threads. The last one to come readies what the next operation counts with.
   void meet() {
     const uint32_t seen = met_.value();
@@ -157,6 +169,7 @@ class Team {
   int num_threads_;
   const int nice_;
   int num_started_ = 0;
+  pid_t process_ = getpid();
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<pthread_t> threads_;
   const std::function<void(Member&)>* work_ = nullptr;
