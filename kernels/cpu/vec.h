@@ -140,13 +140,13 @@ enum Activation : int32_t { kNone, kSilu, kGelu, kGeluTanh, kRelu2 };
 inline f32x16 activate(Activation activation, f32x16 x) {
   switch (activation) {
     case kSilu:
-      return x / (1.f + exp(-x));
+      return x < -88.7f ? f32x16{} : x / (1.f + exp(-x));  // exp is finite: -3e38 must not come out as -1
     case kGelu:
       return 0.5f * x * (1.f + erf(x * 0.70710678f));
     case kGeluTanh:
       return 0.5f * x * (1.f + tanh(0.79788456f * (x + 0.044715f * (x * x * x))));
     case kRelu2: {
-      const f32x16 positive = x > 0.f ? x : f32x16{};
+      const f32x16 positive = x < 0.f ? f32x16{} : x;  // a NaN stays one
       return positive * positive;
     }
     case kNone:
