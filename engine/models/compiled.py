@@ -8,6 +8,7 @@ written where they belong: added to the residual stream, or gated and activated,
 Shapes: see decoder.
 """
 
+import ctypes
 from collections.abc import Sequence as Seq
 
 import torch
@@ -80,7 +81,7 @@ class _Operations:
         self._ops: list[native.Op] = []
 
     @property
-    def program(self) -> object:
+    def program(self) -> ctypes.Array[native.Op]:
         return self._program
 
     def close(self) -> None:
