@@ -4,10 +4,9 @@ They are batch-invariant. The bits of a row depend on that row (and in attention
 on how many rows stand beside it, on its place among them, on where a prompt was cut into chunks, on the block size, or
 on the number of threads. So a token does not change with batch-mates or with the node that computes it. This is how:
 
-- Matrix products run on tiles of one fixed shape, so that the library below always takes the same path: ROWS rows at a
-  time, columns padded to a multiple of COLUMNS (a narrower remainder, also of one thread's share, takes a path that
-  sums in another order for some rows). Sums over more than INPUTS inputs are one thread's: where rows are few, some
-  CPUs' libraries cut them among the threads.
+- Matrix products run on tiles of one fixed shape, so that the library below always takes the same path: ROWS rows times
+  COLUMNS columns. They are given to it as a batch, of two at least: a product by itself is shared by the threads in
+  ways that sum in another order for some rows (narrow remainders of columns; on Intel's CPUs pieces of a long sum).
 - Attention multiplies tiles of ROWS queries and KEYS keys cut at absolute positions, takes the exact maximum over all,
   and adds the tiles up in order. A key that a row does not see adds an exact zero.
 - Of functions that are not exactly rounded only exp, tanh and erf are used, which torch computes by the same code
@@ -20,7 +19,6 @@ tests/conformance checks all of this on the machine at hand. Across kinds of CPU
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -30,9 +28,9 @@ from torch.nn.functional import pad
 from kvrelay.kernels.base import Activation, AttentionBatch, PackedWeight
 
 ROWS = 16
-COLUMNS = 16
+COLUMNS = 64
 KEYS = 64
-INPUTS = 512
+VALUE_COLUMNS = 16
 
 _MAX_QUERIES = 128  # of one sequence in one piece of work: bounds the memory that scores take
 _MAX_GATHERED_TOKENS = 16_384  # of all sequences in one piece of work
@@ -41,20 +39,24 @@ _MAX_GATHERED_TOKENS = 16_384  # of all sequences in one piece of work
 class ReferenceKernels:
     """Implements `base.Kernels` for any device."""
 
+    name = "reference"
     row_multiple = ROWS
 
     def pack(self, weight_OC: Tensor) -> PackedWeight:
         num_outputs, num_inputs = weight_OC.shape
-        return PackedWeight(_pad_to_multiple(weight_OC, COLUMNS).contiguous(), num_outputs, num_inputs)
+        padded = max(_round_up(num_outputs, COLUMNS), 2 * COLUMNS)
+        weight_OC = pad(weight_OC, (0, 0, 0, padded - num_outputs)) if padded > num_outputs else weight_OC
+        return PackedWeight(weight_OC.contiguous().view(-1, COLUMNS, num_inputs), num_outputs, num_inputs)
 
     def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
         num_rows = x_TC.shape[0]
         x_TC = _pad_to_multiple(x_TC, ROWS).contiguous()
-        out_TO = x_TC.new_empty(x_TC.shape[0], weight.data.shape[0])
-        with _one_thread() if x_TC.shape[1] > INPUTS else nullcontext():
-            for start in range(0, num_rows, ROWS):
-                torch.mm(x_TC[start : start + ROWS], weight.data.t(), out=out_TO[start : start + ROWS])
-        out_TO = out_TO[:num_rows, : weight.num_outputs]
+        tiles, num_tiles = weight.data.transpose(1, 2), weight.data.shape[0]
+        out = x_TC.new_empty(x_TC.shape[0], num_tiles, COLUMNS)
+        for start in range(0, num_rows, ROWS):
+            rows = slice(start, start + ROWS)
+            out[rows] = torch.bmm(x_TC[rows].expand(num_tiles, -1, -1), tiles).transpose(0, 1)
+        out_TO = out.flatten(1)[:num_rows, : weight.num_outputs]
         return out_TO if bias_O is None else out_TO + bias_O
 
     def rms_norm(self, x_TC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -167,7 +169,7 @@ def _pieces(query_starts: list[int], seq_lens: list[int]) -> Iterator[_Piece]:
 
 
 def _gather(kv_N2KBD: Tensor, block_tables_SM: Tensor, piece: _Piece) -> tuple[Tensor, Tensor]:
-    """A piece's keys [S*K, L, D] and values [S*K, L, V] in float32, L a multiple of KEYS, V >= D + 1 of COLUMNS.
+    """A piece's keys [S*K, L, D] and values [S*K, L, V] in float32, L a multiple of KEYS, V >= D + 1 of VALUE_COLUMNS.
 
     Value column D is one, so that a product with the values also sums the weights. Values beyond a sequence's end are
     zero whatever the pool holds there, for a weight of zero does not silence a NaN; keys there are hidden later.
@@ -175,10 +177,12 @@ def _gather(kv_N2KBD: Tensor, block_tables_SM: Tensor, piece: _Piece) -> tuple[T
     _, _, num_kv_heads, block_size, head_dim = kv_N2KBD.shape
     num_sequences, num_blocks = len(piece.sequences), -(-max(piece.ends) // block_size)
     num_keys = num_blocks * block_size
-    gathered = kv_N2KBD[block_tables_SM[piece.sequences, :num_blocks].clamp(min=0)]  # [S, M, 2, K, B, D]
+    used = torch.tensor([-(-end // block_size) for end in piece.ends])[:, None] > torch.arange(num_blocks)
+    tables = block_tables_SM[piece.sequences, :num_blocks].where(used.to(block_tables_SM.device), 0)
+    gathered = kv_N2KBD[tables]  # [S, M, 2, K, B, D]
     shape = (num_sequences, num_kv_heads, _round_up(num_keys, KEYS))
     keys = gathered.new_empty((*shape, head_dim), dtype=torch.float32)
-    values = gathered.new_empty((*shape, _round_up(head_dim + 1, COLUMNS)), dtype=torch.float32)
+    values = gathered.new_empty((*shape, _round_up(head_dim + 1, VALUE_COLUMNS)), dtype=torch.float32)
     in_blocks = (num_blocks, block_size)
     torch.unflatten(keys[:, :, :num_keys], 2, in_blocks).copy_(gathered[:, :, 0].transpose(1, 2))
     torch.unflatten(values[:, :, :num_keys, :head_dim], 2, in_blocks).copy_(gathered[:, :, 1].transpose(1, 2))
@@ -233,16 +237,6 @@ def _product(tiles: Tensor, matrices: Tensor) -> Tensor:
     return torch.stack(
         [torch.bmm(rows, matrix.expand(num_tiles, -1, -1)) for rows, matrix in zip(tiles, matrices, strict=True)]
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def _pad_to_multiple(x: Tensor, multiple: int) -> Tensor:
