@@ -188,7 +188,6 @@ def run(config: EngineConfig, plan: BenchPlan, on_measured: Callable[[str], None
     import torch
 
     from kvrelay.engine.model_runner import ModelRunner
-    from kvrelay.kernels.dispatch import get_kernels
 
     runner = ModelRunner.load(info, config)
     setup = Setup(
@@ -196,7 +195,7 @@ def run(config: EngineConfig, plan: BenchPlan, on_measured: Callable[[str], None
         architecture=info.architecture,
         torch=torch.__version__,
         dtype=runner.layout.dtype,
-        kernels=type(get_kernels(torch.device(config.device))).__name__,
+        kernels=runner.kernels_name,
         num_threads=torch.get_num_threads(),
         num_blocks=runner.num_blocks,
     )

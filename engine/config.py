@@ -48,6 +48,8 @@ class EngineConfig:
     """Where the model runs."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of weights, compute and KV; auto: the checkpoint's, and float32 where the CPU has no bfloat16."""
+    kernels: Literal["auto", "reference"] = "auto"
+    """What computes; auto: kernels compiled here if there is a C++ compiler; reference: plain torch, slowly."""
     threads: int = 0
     """CPU threads of the model; 0: as many as this process may run on."""
     nice: int = 0

@@ -54,7 +54,7 @@ class ModelRunner:
         device = torch.device(config.device)
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         dtype = _dtype(info, config)
-        kernels = get_kernels(device, nice=config.nice)
+        kernels = get_kernels(device, config.kernels, config.nice)
         model = load_model(info, getattr(torch, dtype), kernels, device, config.model_impl)
         layout = KVLayout(
             num_layers=model.num_layers,
@@ -70,6 +70,7 @@ class ModelRunner:
             extra=fields(
                 model=info.name,
                 dtype=dtype,
+                kernels=kernels.name,
                 num_threads=torch.get_num_threads(),
                 num_kv_blocks=cache.num_blocks,
                 num_host_blocks=cache.num_host_blocks,
@@ -80,6 +81,10 @@ class ModelRunner:
     @property
     def layout(self) -> KVLayout:
         return self._cache.layout
+
+    @property
+    def kernels_name(self) -> str:
+        return self._kernels.name
 
     @property
     def num_blocks(self) -> int:

@@ -42,6 +42,10 @@ class Kernels(Protocol):
     """The operations a decoder is made of. None keeps state; all but `reshape_and_cache` return new tensors."""
 
     @property
+    def name(self) -> str:
+        """One word, for logs."""
+
+    @property
     def row_multiple(self) -> int:
         """Batches whose number of rows is a multiple of this need no padding inside the kernels."""
 

@@ -16,11 +16,12 @@ from kvrelay.kernels.cpu.native import Attention, Batch, Cache, Details, Linear,
 class CpuKernels:
     """Implements `base.Kernels` by compiled code, in float32 and bfloat16."""
 
+    name = "cpu"
     row_multiple = 1
 
-    def __init__(self, num_threads: int, nice: int = 0) -> None:
-        """Raises: NotBuiltError."""
-        self.machine = Machine(num_threads, nice)
+    def __init__(self, num_threads: int, nice: int = 0, flags: tuple[str, ...] = ()) -> None:
+        """`nice`: of the threads that are started; `flags`: see `build.load`. Raises: NotBuiltError."""
+        self.machine = Machine(num_threads, nice, flags)
 
     def pack(self, weight_OC: Tensor) -> PackedWeight:
         num_outputs, num_inputs = weight_OC.shape
