@@ -1,5 +1,9 @@
 """What many tests start from."""
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as on a node; to be set before torch is loaded
+
 from collections.abc import Iterator
 from pathlib import Path
 
