@@ -120,6 +120,7 @@ int kvrelay_run(Machine* machine, const Op* ops, int64_t num_ops, const Batch* b
     for (const Op* op = ops; op != ops + num_ops; ++op)
       op->dtype == kBFloat16 ? run_op<BFloat16>(member, *op, *batch, *machine)
                              : run_op<Float>(member, *op, *batch, *machine);
+    Tiles<BFloat16>::release();
   });
   return 0;
 }

@@ -28,6 +28,7 @@ struct Registers {
   static constexpr int kTileRows = 3;
   static constexpr int tile_blocks(int rows) { return rows == 1 ? 4 : 2; }
 #endif
+  static void release() {}
 };
 
 template <class E, int kM, int kN>
@@ -84,7 +85,6 @@ struct Amx {
 
   // Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; of the rows' tiles only what there is of rows.
   static void configure(int first_rows, int second_rows) {
-    thread_local int configured = -1;
     const int wanted = first_rows * 32 + second_rows;
     if (configured == wanted) return;
     configured = wanted;
@@ -102,6 +102,17 @@ struct Amx {
     }
     _tile_loadconfig(&config);
   }
+
+  // At a run's end: other code in this thread has its own use for the tiles, torch's products among it.
+  static void release() {
+    if (configured == kNotConfigured) return;
+    configured = kNotConfigured;
+    _tile_release();
+  }
+
+ private:
+  static constexpr int kNotConfigured = -1;
+  static inline thread_local int configured = kNotConfigured;
 };
 
 template <int kBlocks>

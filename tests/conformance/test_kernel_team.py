@@ -198,3 +198,22 @@ assert started.wait(60)
 def test_a_process_may_end_in_the_middle_of_a_run() -> None:
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     subprocess.run([sys.executable, "-c", ENDS], check=True, timeout=100, env=environment)
+
+
+SHARES_TILES = """
+import torch
+from kvrelay.kernels.cpu.kernels import CpuKernels
+
+kernels = CpuKernels(1)
+x, packed = torch.randn(40, 130).bfloat16(), kernels.pack(torch.randn(70, 130).bfloat16())
+first, second = torch.randn(3, 1, 256).bfloat16(), torch.randn(3, 256, 1024).bfloat16()
+theirs, ours = torch.bmm(first, second), kernels.linear(x, packed)
+for num_rows in (40, 40, 1, 1, 17, 17):
+    assert torch.equal(torch.bmm(first, second), theirs)
+    assert torch.equal(kernels.linear(x[:num_rows], packed), ours[:num_rows])
+"""
+
+
+def test_torch_s_products_and_ours_take_turns_with_the_cpu_s_matrix_tiles() -> None:
+    """A process of its own: tiles that another has configured or released are an illegal instruction."""
+    subprocess.run([sys.executable, "-c", SHARES_TILES], check=True, timeout=100)
