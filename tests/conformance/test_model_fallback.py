@@ -26,6 +26,8 @@ from support.transformers_models import (
 
 from kvrelay.engine.errors import ModelError
 from kvrelay.engine.model_info import read_model_info
+from kvrelay.engine.models.compiled import CompiledDecoder
+from kvrelay.engine.models.decoder import Decoder
 from kvrelay.engine.models.registry import ModelImpl, load_model
 from kvrelay.kernels.dispatch import get_kernels
 
@@ -173,7 +175,7 @@ def test_a_family_of_ours_runs_in_transformers_only_where_that_is_asked_for(fold
     folder, token_ids = folder_of("llama"), tokens(60)
     assert type(load(folder, "transformers")).__name__ == "FallbackModel"
     for impl in ("auto", "kvrelay"):
-        assert type(load(folder, impl)).__name__ == "Decoder"
+        assert isinstance(load(folder, impl), Decoder | CompiledDecoder)
     oracle, other = Oracle(folder), Oracle(folder, model_impl="transformers")
     greedy = [o.generate(token_ids, ignore_eos=True, max_tokens=8) for o in (oracle, other)]
     assert greedy[0] == greedy[1]
@@ -402,6 +404,6 @@ def test_weights_take_the_dtype_asked_for_and_are_held_once(folder: Path) -> Non
         for tensor in (*module.parameters(), getattr(getattr(module, "_weight", None), "data", torch.empty(0)))
         if tensor.numel()
     }
-    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in held.values()} <= {torch.bfloat16, torch.uint8}  # uint8: packed
     num_stored = sum(tensor.numel() for tensor in load_file(folder / WEIGHTS).values())
-    assert sum(tensor.numel() for tensor in held.values()) <= 1.1 * num_stored
+    assert sum(tensor.nbytes for tensor in held.values()) <= 1.5 * 2 * num_stored  # packed, small ones are padded

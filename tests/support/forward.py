@@ -11,12 +11,10 @@ from kvrelay.engine.batch import build_batch
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.model_info import read_model_info
-from kvrelay.engine.models.config import decoder_config
-from kvrelay.engine.models.decoder import Decoder
-from kvrelay.engine.models.loader import Checkpoint
+from kvrelay.engine.models.registry import load_model
 from kvrelay.engine.request import Request, RequestKey, SamplingParams, Sequence
 from kvrelay.engine.step import Scheduled
-from kvrelay.kernels.dispatch import get_kernels
+from kvrelay.kernels.dispatch import KernelsChoice, get_kernels
 
 CPU = torch.device("cpu")
 
@@ -31,8 +29,17 @@ def make_sequence(token_ids: Iterable[int], block_table: Seq[int], request_id: s
 class Teacher:
     """A decoder with a small pool of its own, which holds NaN wherever nothing was written."""
 
-    def __init__(self, folder: Path, *, block_size: int = 16, num_blocks: int = 40, dtype: str = "float32") -> None:
-        model = decoder_config(read_model_info(folder).config)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        block_size: int = 16,
+        num_blocks: int = 40,
+        dtype: str = "float32",
+        kernels: KernelsChoice = "auto",
+    ) -> None:
+        self.kernels = get_kernels(CPU, kernels)
+        self.decoder = model = load_model(read_model_info(folder), getattr(torch, dtype), self.kernels, CPU, "kvrelay")
         layout = KVLayout(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -40,8 +47,6 @@ class Teacher:
             block_size=block_size,
             dtype=dtype,
         )
-        self.kernels = get_kernels(CPU)
-        self.decoder = Decoder(model, Checkpoint(folder, getattr(torch, dtype), CPU), self.kernels, CPU)
         self.cache = KVCache(layout, num_blocks)
 
     @torch.inference_mode()
@@ -55,5 +60,5 @@ class Teacher:
             scheduled = [Scheduled(sequence, start, end)]
             batch = build_batch(scheduled, self.cache.layout.block_size, self.kernels.row_multiple, CPU)
             hidden = self.decoder.forward(batch, self.cache.pool)
-            pieces.append(self.decoder.logits(hidden[: end - start]))
+            pieces.append(self.decoder.logits(hidden[: end - start]).clone())  # the next step writes over them
         return torch.cat(pieces)

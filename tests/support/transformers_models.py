@@ -96,7 +96,7 @@ class TransformersTeacher(Teacher):
         self, folder: Path, *, block_size: int = 16, num_blocks: int = 60, dtype: torch.dtype = torch.float32
     ) -> None:
         self.kernels = get_kernels(CPU)
-        self.decoder = load_model(read_model_info(folder), dtype, self.kernels, CPU, "transformers")  # type: ignore[assignment]
+        self.decoder = load_model(read_model_info(folder), dtype, self.kernels, CPU, "transformers")
         layout = KVLayout(
             num_layers=self.decoder.num_layers,
             num_kv_heads=self.decoder.num_kv_heads,
@@ -125,5 +125,5 @@ class TransformersTeacher(Teacher):
             batch = build_batch(scheduled, block_size, self.kernels.row_multiple, CPU)
             hidden = self.decoder.forward(batch, self.cache.pool)
             first = scheduled[0].num_new_tokens
-            pieces.append(self.decoder.logits(hidden[first : first + scheduled[1].num_new_tokens]))
+            pieces.append(self.decoder.logits(hidden[first : first + scheduled[1].num_new_tokens]).clone())
         return torch.cat(pieces)
