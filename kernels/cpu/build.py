@@ -38,13 +38,12 @@ def load(flags: tuple[str, ...] = ()) -> ctypes.CDLL:
 
     Raises: NotBuiltError.
     """
-    if flags:
-        return _load(flags)
-    if "amx_bf16" in cpu_flags():
-        compiled = _load(_AMX)
+    native = (_AMX, _NATIVE) if "amx_bf16" in cpu_flags() else (_NATIVE,)
+    for wanted in (flags,) if flags else native:
+        compiled = _load(wanted)
         if compiled.kvrelay_may_run():
-            return compiled  # else the system keeps the tiles to itself
-    return _load(_NATIVE)
+            return compiled
+    raise NotBuiltError("this system does not let the process use what the CPU has")  # AMX's tiles, if asked for
 
 
 def _load(flags: tuple[str, ...]) -> ctypes.CDLL:

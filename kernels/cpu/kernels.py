@@ -161,10 +161,10 @@ class CpuKernels:
         return out_TC
 
     def _padded(self, x_TC: Tensor) -> Tensor:
-        """With rows as long as products want them, zeros at the end."""
+        """With rows as long as products want them, zeros at the end, and at an address that a unit may have."""
         stride = self.machine.row_stride(x_TC.dtype, x_TC.shape[1])
-        if stride == x_TC.shape[1]:
-            return x_TC.contiguous()
+        if stride == x_TC.shape[1] and (x_TC := x_TC.contiguous()).data_ptr() % 4 == 0:
+            return x_TC
         padded = x_TC.new_zeros(len(x_TC), stride)
         padded[:, : x_TC.shape[1]] = x_TC
         return padded
