@@ -1,5 +1,6 @@
 """The model runner as the engine sees it: steps in, tokens out, one pool of KV."""
 
+import logging
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,11 +44,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def runner(folder: Path) -> Iterator[ModelRunner]:
-    runner = load(folder)
+@pytest.fixture(params=["auto", "reference"])
+def runner(request: pytest.FixtureRequest, folder: Path) -> Iterator[ModelRunner]:
+    runner = load(folder, kernels=request.param)
     yield runner
     runner.close()
+
+
+@pytest.mark.parametrize(("choice", "names"), [("auto", {"cpu", "reference"}), ("reference", {"reference"})])
+def test_the_log_names_the_kernels_that_run(
+    folder: Path, caplog: pytest.LogCaptureFixture, choice: str, names: set[str]
+) -> None:
+    with caplog.at_level(logging.INFO, logger="kvrelay"):
+        runner = load(folder, kernels=choice)
+    runner.close()
+    (record,) = [record for record in caplog.records if record.message == "model_loaded"]
+    assert record.kvrelay_fields["kernels"] == runner.kernels_name
+    assert runner.kernels_name in names
 
 
 def test_it_is_an_executor_with_the_models_layout(runner: ModelRunner) -> None:
