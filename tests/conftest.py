@@ -7,6 +7,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as on a node; to be set b
 from collections.abc import Iterator
 from pathlib import Path
 
+# Triton's kernels run in its interpreter here. It has to know before anything imports it, and transformers does.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 from support.oracle import Oracle
 from support.pair import MakePair, making_pairs

@@ -47,10 +47,20 @@ def cpu_kernels(num_threads: int, flags: tuple[str, ...] = ()) -> CpuKernels:
         pytest.skip(f"no compiled kernels: {error}")
 
 
+def _triton_by_its_interpreter() -> Kernels:
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET=0: these tests hold Triton's interpreter")
+    from kvrelay.kernels.triton.kernels import TritonKernels
+
+    return TritonKernels()
+
+
 # The first is what the others are compared with.
 KERNEL_SETS = (
     KernelSet("reference", ReferenceKernels),
     KernelSet("cpu", lambda: cast(Kernels, AsManyThreadsAsTorch(()))),
+    KernelSet("triton", _triton_by_its_interpreter, is_interpreted=True, refuses_slots=False),
 )
 
 _AVX2 = {"avx2", "fma", "bmi2", "f16c"}
