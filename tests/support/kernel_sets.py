@@ -42,7 +42,7 @@ class AsManyThreadsAsTorch:
 def cpu_kernels(num_threads: int, flags: tuple[str, ...] = ()) -> CpuKernels:
     """Skips the test where nothing can be compiled."""
     try:
-        return CpuKernels(num_threads, flags)
+        return CpuKernels(num_threads, flags=flags)
     except NotBuiltError as error:
         pytest.skip(f"no compiled kernels: {error}")
 
