@@ -10,6 +10,8 @@ from typing import Literal
 from kvrelay.engine.errors import ConfigError
 
 MAX_AGEING_S = 1e6
+Quantization = Literal["none", "int8", "int4", "gguf"]
+
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -50,6 +52,8 @@ class EngineConfig:
     """Of weights, compute and KV; auto: the checkpoint's, and float32 where the CPU has no bfloat16."""
     kernels: Literal["auto", "reference"] = "auto"
     """What computes; auto: kernels compiled here if there is a C++ compiler; reference: plain torch, slowly."""
+    quantization: Quantization = "none"
+    """Weights as in the checkpoint (none), in fewer bits from loading on (int8, int4), or a GGUF file's own (gguf)."""
     threads: int = 0
     """CPU threads of the model; 0: as many as this process may run on."""
     nice: int = 0

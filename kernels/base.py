@@ -4,12 +4,13 @@ Every implementation computes the same functions as `reference`, within its dtyp
 them to it. Kernels import nothing of kvrelay and know no model, no request and no scheduler.
 
 Shapes: T tokens of a batch (rows), S sequences, H heads, K KV heads, D head dim, R pairs turned (at most D / 2), N
-blocks of the pool, B tokens a block, M block table entries, C input features, O output features.
+blocks of the pool, B tokens a block, M block table entries, C input features, O output features, G groups of inputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 # x times the logistic function of x; x times the normal distribution's (exactly, and by tanh); max(x, 0) squared.
@@ -23,6 +24,44 @@ class PackedWeight:
     data: Tensor
     num_outputs: int
     num_inputs: int
+    form: object = None  # what else those kernels have to know of it
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A matrix of `dtype` as small whole numbers: each value is its rounding of code * scale + minimum, in float32.
+
+    Groups of an output's inputs share a scale, and a minimum where there are any. A code times its scale must be exact
+    in float32 (scales of 16 significant bits are), so that only the sum is rounded, and then the value.
+    """
+
+    codes: Tensor  # [O, C], int8; of 4 bits: 0 to 15, or -8 to 7 where there are no minimums
+    scales: Tensor  # [O, G], float32, or float16; the last group may be short
+    minimums: Tensor | None  # as the scales
+    bits: Literal[4, 8]
+    group: int  # inputs; 16 or 32
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def __getitem__(self, outputs: slice | Tensor) -> "QuantisedWeight":
+        """Some of the outputs."""
+        minimums = None if self.minimums is None else self.minimums[outputs]
+        return replace(self, codes=self.codes[outputs], scales=self.scales[outputs], minimums=minimums)
+
+    def unpacked(self) -> Tensor:
+        """The matrix [O, C] that this is."""
+        num_inputs = self.codes.shape[1]
+
+        def spread(values_OG: Tensor) -> Tensor:
+            return values_OG.float().repeat_interleave(self.group, dim=1)[:, :num_inputs]
+
+        values = self.codes.float() * spread(self.scales)
+        if self.minimums is not None:
+            values += spread(self.minimums)
+        return values.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +90,9 @@ class Kernels(Protocol):
 
     def pack(self, weight_OC: Tensor) -> PackedWeight:
         """Prepare a weight once, at load time. May keep the tensor itself, mapped file and all."""
+
+    def pack_quantised(self, weight: QuantisedWeight) -> PackedWeight:
+        """Prepare a quantised weight once. Products with it have the bits of products with what it unpacks to."""
 
     def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
         """x times the weight transposed, plus the bias. Returns [T, num_outputs]."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvrelay.kernels.base import Activation, AttentionBatch, PackedWeight
+from kvrelay.kernels.base import Activation, AttentionBatch, PackedWeight, QuantisedWeight
 
 ROWS = 16
 COLUMNS = 64
@@ -47,6 +47,9 @@ class ReferenceKernels:
         padded = max(_round_up(num_outputs, COLUMNS), 2 * COLUMNS)
         weight_OC = pad(weight_OC, (0, 0, 0, padded - num_outputs)) if padded > num_outputs else weight_OC
         return PackedWeight(weight_OC.contiguous().view(-1, COLUMNS, num_inputs), num_outputs, num_inputs)
+
+    def pack_quantised(self, weight: QuantisedWeight) -> PackedWeight:
+        return self.pack(weight.unpacked())
 
     def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
         num_rows = x_TC.shape[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvrelay.engine.batch import ForwardBatch
 from kvrelay.engine.models.layers import Norm, Projection, take_matrices
-from kvrelay.engine.models.loader import Checkpoint
+from kvrelay.engine.models.loader import Checkpoint, Matrix
 from kvrelay.engine.models.options import DecoderConfig, LayerConfig
 from kvrelay.kernels.base import Kernels
 
@@ -86,13 +86,13 @@ class Attention:
         return torch.unflatten(x_TX, -1, (-1, self._config.head_dim))
 
 
-def _in_halves(matrix: tuple[Tensor, Tensor | None], head_dim: int, rotary_dim: int) -> tuple[Tensor, Tensor | None]:
+def _in_halves(matrix: tuple[Matrix, Tensor | None], head_dim: int, rotary_dim: int) -> tuple[Matrix, Tensor | None]:
     """Outputs in another order within each head: pairs (2i, 2i + 1) become pairs (i, i + R), as the kernels turn them.
 
     Of queries and keys alike, so that their products stay what they were.
     """
     turned = torch.arange(rotary_dim).view(-1, 2).t().flatten()
     order = torch.cat([turned, torch.arange(rotary_dim, head_dim)])
-    weight, bias = (x if x is None else torch.unflatten(x, 0, (-1, head_dim))[:, order].flatten(0, 1) for x in matrix)
-    assert weight is not None
-    return weight, bias
+    weight, bias = matrix
+    outputs = (torch.arange(0, weight.shape[0], head_dim)[:, None] + order).flatten()
+    return weight[outputs], None if bias is None else bias[outputs]

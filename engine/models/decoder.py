@@ -41,7 +41,8 @@ class Decoder:
         numbers: dict[RopeConfig | None, int] = {rope: number for number, rope in enumerate(ropes)}
         names = config.names
         trunk = next((name for name in names.trunks if f"{name}.{_EMBEDDING}" in checkpoint), names.trunks[0])
-        self.embedding = checkpoint.take(f"{trunk}.{_EMBEDDING}", config.vocab_size, config.hidden_size)
+        embedding = f"{trunk}.{_EMBEDDING}"
+        self.embedding = checkpoint.take(embedding, config.vocab_size, config.hidden_size)
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.embedding.dtype))
         self.layers = [
             Layer(config, layer, numbers.get(layer.rope), kernels, checkpoint, f"{trunk}.layers.{i}")
@@ -49,9 +50,10 @@ class Decoder:
         ]
         self.norm = Norm(kernels, checkpoint, f"{trunk}.{names.final_norm}", config.norm, config.hidden_size)
         self.ropes = [Rope(rope, device) for rope in ropes]  # as large as the heads are, which have been checked
-        head = self.embedding
-        if not config.tie_embeddings:
-            head = checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
+        if config.tie_embeddings:
+            head = checkpoint.head_of(embedding, self.embedding)
+        else:
+            head = checkpoint.take_matrix("lm_head.weight", config.vocab_size, config.hidden_size, is_head=True)
         bias = checkpoint.take("lm_head.bias", config.vocab_size) if config.head_bias else None
         self.head = Projection(kernels, head, bias)
         checkpoint.finish(lambda name: _NOT_NEEDED.fullmatch(name) is not None or name.startswith(names.other_parts))

@@ -8,17 +8,20 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from kvrelay.engine.models.loader import Checkpoint
+from kvrelay.engine.models.loader import Checkpoint, Matrix
 from kvrelay.engine.models.options import DecoderConfig, NormConfig
-from kvrelay.kernels.base import Kernels
+from kvrelay.kernels.base import Kernels, QuantisedWeight
 
 
 class Projection:
     """A matrix product with a weight, and a bias where there is one."""
 
-    def __init__(self, kernels: Kernels, weight_OC: Tensor, bias_O: Tensor | None) -> None:
+    def __init__(self, kernels: Kernels, weight_OC: Matrix, bias_O: Tensor | None) -> None:
         self._kernels = kernels
-        self.weight = kernels.pack(weight_OC)
+        if isinstance(weight_OC, QuantisedWeight):
+            self.weight = kernels.pack_quantised(weight_OC)
+        else:
+            self.weight = kernels.pack(weight_OC)
         self.bias = bias_O
 
     def __call__(self, x_TC: Tensor) -> Tensor:
@@ -27,7 +30,7 @@ class Projection:
 
 def take_matrices(
     checkpoint: Checkpoint, path: str, names: Seq[str], sizes: Seq[int], num_inputs: int, bias: bool
-) -> list[tuple[Tensor, Tensor | None]]:
+) -> list[tuple[Matrix, Tensor | None]]:
     """The weights and biases of matrices with so many outputs each: one name for each, or one for all of them, whose
     rows then lie one after the other."""
     if len(names) == len(sizes):
@@ -43,8 +46,8 @@ def take_matrices(
 
 def _take_matrix(
     checkpoint: Checkpoint, name: str, num_outputs: int, num_inputs: int, bias: bool
-) -> tuple[Tensor, Tensor | None]:
-    weight = checkpoint.take(f"{name}.weight", num_outputs, num_inputs)
+) -> tuple[Matrix, Tensor | None]:
+    weight = checkpoint.take_matrix(f"{name}.weight", num_outputs, num_inputs)
     return weight, checkpoint.take(f"{name}.bias", num_outputs) if bias else None
 
 

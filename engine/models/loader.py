@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,23 +21,40 @@ from kvrelay.engine.clock import MonotonicClock
 from kvrelay.engine.errors import ModelError
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.weight_files import StoredTensor, read_tensors
+from kvrelay.kernels.base import QuantisedWeight
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MADV_POPULATE_READ = 22  # Linux 5.14; on an older kernel pages come at their first use
 _READ_BYTES = 16 * 2**20  # between two moves of the progress bar
 _BAR_DELAY_S = 1.0  # what takes less needs no bar
 
+Matrix = Tensor | QuantisedWeight
+
 _log = get_logger(__name__)
+
+
+class MatrixSource(Protocol):
+    """Gives the matrices of a checkpoint, which are the weights of products, in another form: quantised."""
+
+    def stored(self, name: str) -> QuantisedWeight | None:
+        """One that is there so. Raises: ModelError."""
+
+    def made(self, weight_OC: Tensor, *, is_head: bool) -> Matrix:
+        """One that is not."""
 
 
 class Checkpoint:
     """The tensors of a model folder, handed out by name."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Read every file's header, and have the system start to read the files. Raises: ModelError."""
+    def __init__(
+        self, path: Path, dtype: torch.dtype, device: torch.device, source: MatrixSource | None = None
+    ) -> None:
+        """Read every file's header, and have the system start to read the files. `source`: of matrices; by default
+        they are the checkpoint's own. Raises: ModelError."""
         self._path = path
         self._dtype = dtype
         self._device = device
+        self._source = source
         self._clock = MonotonicClock()
         self._started = self._clock.now()
         self._tensors = read_tensors(path)
@@ -53,6 +70,38 @@ class Checkpoint:
 
         Raises: ModelError.
         """
+        stored = self._find(name, shape)
+        if stored.dtype not in _DTYPES:
+            raise ModelError(f"{self._path}: tensor {name} is {stored.dtype}; supported: {', '.join(_DTYPES)}")
+        mapped = self._files[stored.file].map(stored, self._count)
+        return mapped.to(self._device, self._dtype)
+
+    def take_matrix(self, name: str, num_outputs: int, num_inputs: int, *, is_head: bool = False) -> Matrix:
+        """The same of a product's weight, which may be quantised."""
+        if self._source is None:
+            return self.take(name, num_outputs, num_inputs)
+        found = self._quantised(name, num_outputs, num_inputs)
+        if found is not None:
+            self._find(name, (num_outputs, num_inputs))
+            return found
+        return self._source.made(self.take(name, num_outputs, num_inputs), is_head=is_head)
+
+    def head_of(self, name: str, embedding_VC: Tensor) -> Matrix:
+        """An embedding, which has been taken under this name, as the weight of the head. Raises: ModelError."""
+        if self._source is None:
+            return embedding_VC
+        return self._quantised(name, *embedding_VC.shape) or self._source.made(embedding_VC, is_head=True)
+
+    def _quantised(self, name: str, *shape: int) -> QuantisedWeight | None:
+        """What the source has, if it is what it was when the checkpoint was made of it. Raises: ModelError."""
+        assert self._source is not None
+        found = self._source.stored(name)
+        if found is not None and found.shape != shape:
+            raise ModelError(f"{self._path}: tensor {name} has shape {list(found.shape)} where it came from")
+        return found
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """Raises: ModelError."""
         stored = self._tensors.pop(name, None)
         if stored is None:
             raise ModelError(f"{self._path}: tensor {name} is missing")
@@ -60,10 +109,7 @@ class Checkpoint:
             raise ModelError(
                 f"{self._path}: tensor {name} has shape {list(stored.shape)}; config.json asks for {list(shape)}"
             )
-        if stored.dtype not in _DTYPES:
-            raise ModelError(f"{self._path}: tensor {name} is {stored.dtype}; supported: {', '.join(_DTYPES)}")
-        mapped = self._files[stored.file].map(stored, self._count)
-        return mapped.to(self._device, self._dtype)
+        return stored
 
     def finish(self, may_remain: Callable[[str], bool]) -> None:
         """Raises: ModelError if a tensor was not taken and may not remain: the model is another than the one built."""

@@ -105,6 +105,22 @@ void kvrelay_pack(Machine* machine, int dtype, const void* weight, int64_t num_o
   });
 }
 
+// Bytes of a quantised weight.
+int64_t kvrelay_quantised_bytes(int dtype, const Form* form, int64_t num_outputs, int64_t num_inputs) {
+  return dtype == kBFloat16 ? quantised_bytes<BFloat16>(*form, num_outputs, num_inputs)
+                            : quantised_bytes<Float>(*form, num_outputs, num_inputs);
+}
+
+void kvrelay_pack_quantised(Machine* machine, int dtype, const Form* form, const int8_t* codes, const void* scales,
+                            const void* minimums, int64_t num_outputs, int64_t num_inputs, uint8_t* to) {
+  machine->team.run([=](Member& member) {
+    if (dtype == kBFloat16)
+      pack_quantised<BFloat16>(member, *form, codes, scales, minimums, num_outputs, num_inputs, to);
+    else
+      pack_quantised<Float>(member, *form, codes, scales, minimums, num_outputs, num_inputs, to);
+  });
+}
+
 // Returns: 0, or -1 for a slot outside the pool, with nothing written.
 int kvrelay_run(Machine* machine, const Op* ops, int64_t num_ops, const Batch* batch) {
   const int64_t num_slots = batch->pool.num_blocks * batch->pool.block_size;

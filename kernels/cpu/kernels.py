@@ -7,7 +7,7 @@ base.
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.base import Activation, AttentionBatch, PackedWeight
+from kvrelay.kernels.base import Activation, AttentionBatch, PackedWeight, QuantisedWeight
 from kvrelay.kernels.cpu import native
 from kvrelay.kernels.cpu.machine import Machine, program
 from kvrelay.kernels.cpu.native import Attention, Batch, Cache, Details, Linear, Norm, Pointwise, Pool, Rotate
@@ -26,6 +26,11 @@ class CpuKernels:
     def pack(self, weight_OC: Tensor) -> PackedWeight:
         num_outputs, num_inputs = weight_OC.shape
         return PackedWeight(self.machine.pack(weight_OC.contiguous()), num_outputs, num_inputs)
+
+    def pack_quantised(self, weight: QuantisedWeight) -> PackedWeight:
+        num_outputs, num_inputs = weight.codes.shape
+        data, form = self.machine.pack_quantised(weight)
+        return PackedWeight(data, num_outputs, num_inputs, form)
 
     def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
         x_TC = self._padded(x_TC)
@@ -174,7 +179,8 @@ class CpuKernels:
 
 
 def describe(weight: PackedWeight) -> native.Weight:
-    return native.Weight(packed=weight.data.data_ptr(), num_inputs=weight.num_inputs, num_outputs=weight.num_outputs)
+    form = weight.form if isinstance(weight.form, native.Form) else native.Form()
+    return native.Weight(weight.data.data_ptr(), weight.num_inputs, weight.num_outputs, form)
 
 
 def describe_pool(kv_N2KBD: Tensor, layer_stride: int = 0) -> Pool:

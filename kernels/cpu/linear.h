@@ -1,10 +1,11 @@
 // Matrix products with weights packed once: y = x times the weight transposed.
 //
-//   packed:  [blocks of 16 outputs][units of inputs][16 outputs]
+//   packed:  [blocks of 16 outputs][units of inputs][16 outputs], or quantised (quantised.h) and unpacked to that
 #pragma once
 
 #include <algorithm>
 
+#include "quantised.h"
 #include "team.h"
 #include "tile.h"
 
@@ -14,6 +15,7 @@ struct Weight {
   const void* packed;
   int64_t num_inputs;
   int64_t num_outputs;
+  Form form;
 };
 
 // From [num_outputs, num_inputs] to the layout above; what is beyond either number is zero.
@@ -86,11 +88,57 @@ void finish(const Linear& linear, int weight, int64_t row, int64_t column, f32x1
   }
 }
 
+// Some blocks of a weight, as a task's products take them: as they lie, unpacked once for all rows, or unpacked on the way.
+template <class E>
+struct Blocks {
+  using Unit = typename E::Unit;
+
+  Blocks(const Weight& weight, int64_t first_block, int num_blocks, int64_t num_rows)
+      : weight_(weight), num_blocks_(num_blocks), units_(num_units<E>(weight.num_inputs)), stride_(units_ * kLanes) {
+    if (!weight.form.bits) {
+      from_ = static_cast<const Unit*>(weight.packed) + first_block * stride_;
+      return;
+    }
+    const int64_t groups = num_groups<E>(weight.form, weight.num_inputs);
+    codes_ = static_cast<const uint8_t*>(weight.packed) + first_block * groups * group_bytes(weight.form);
+    if (num_rows <= kMostRowsAtOnce<E>) return;
+    num_groups_ = groups * num_blocks;
+    stride_ = groups * weight.form.group / E::kPerUnit * kLanes;
+  }
+
+  // Elements of the room that `unpack` fills.
+  int64_t room() const { return num_groups_ ? num_blocks_ * stride_ : 0; }
+
+  void unpack(Unit* room) {
+    if (!num_groups_) return;
+    unpack_groups<E>(weight_.form, codes_, num_groups_, room);
+    from_ = room;
+  }
+
+  void multiply(int num_rows, const Unit* x, int64_t row_stride, Sums sums) const {
+    if constexpr (kMostRowsAtOnce<E> > 0) {
+      if (!from_)
+        return multiply_at_once<E>(num_rows, x, row_stride, weight_.form, codes_, units_, num_blocks_, sums);
+    }
+    kvrelay::multiply<E>(num_rows, x, row_stride, from_, stride_, units_, num_blocks_, sums);
+  }
+
+ private:
+  const Weight& weight_;
+  int num_blocks_;
+  int64_t units_;
+  int64_t stride_;            // from one block to the next
+  int64_t num_groups_ = 0;    // to unpack
+  const uint8_t* codes_ = nullptr;
+  const Unit* from_ = nullptr;
+};
 
 template <class E>
 void run_linear(Member& member, const Linear& linear, int64_t num_rows, int num_threads) {
   constexpr int kTileRows = Tiles<E>::kTileRows, kRowsPerTask = 128 / kTileRows * kTileRows;
+  using Unit = typename E::Unit;
   const bool gates = linear.epilogue == kGate;
+  const int num_parts = gates ? 2 : 1;
   int64_t num_blocks[kMostWeights], all_blocks = 0;
   for (int w = 0; w < (gates ? 1 : linear.num_weights); ++w)
     all_blocks += num_blocks[w] = ceil_div(linear.weights[w].num_outputs, kLanes);
@@ -109,17 +157,17 @@ void run_linear(Member& member, const Linear& linear, int64_t num_rows, int num_
     const int64_t first_block = group * width;
     const int blocks = static_cast<int>(std::min<int64_t>(width, num_blocks[w] - first_block));
     const int64_t end = std::min(num_rows, (task / all_groups + 1) * kRowsPerTask);
-    const int64_t units = num_units<E>(linear.weights[w].num_inputs), block_stride = units * kLanes;
+    Blocks<E> parts[] = {{linear.weights[w], first_block, blocks, num_rows},
+                         {linear.weights[w + num_parts - 1], first_block, blocks, num_rows}};
+    const int64_t first_room = parts[0].room(), room = first_room + (gates ? parts[1].room() : 0);
+    auto* unpacked = static_cast<Unit*>(member.scratch().at_least(room * sizeof(Unit)));
+    for (int part = 0; part < num_parts; ++part) parts[part].unpack(unpacked + part * first_room);
     for (int64_t row = task / all_groups * kRowsPerTask; row < end; row += kTileRows) {
       const int rows = static_cast<int>(std::min<int64_t>(kTileRows, end - row));
-      const auto* x = reinterpret_cast<const typename E::Unit*>(static_cast<const typename E::Value*>(linear.x) +
-                                                                row * linear.x_stride);
+      const auto* x = reinterpret_cast<const Unit*>(static_cast<const typename E::Value*>(linear.x) + row * linear.x_stride);
       alignas(64) f32x16 sums[2][kTileRows][kMostBlocks];
-      for (int part = 0; part < (gates ? 2 : 1); ++part) {
-        const auto* weights = static_cast<const typename E::Unit*>(linear.weights[w + part].packed);
-        multiply<E>(rows, x, linear.x_stride / E::kPerUnit, weights + first_block * block_stride, block_stride, units,
-                    blocks, sums[part]);
-      }
+      for (int part = 0; part < num_parts; ++part)
+        parts[part].multiply(rows, x, linear.x_stride / E::kPerUnit, sums[part]);
       for (int m = 0; m < rows; ++m)
         for (int n = 0; n < blocks; ++n)
           finish<E>(linear, w, row + m, (first_block + n) * kLanes, sums[0][m][n], sums[1][m][n]);

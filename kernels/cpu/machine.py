@@ -1,15 +1,40 @@
 """A team of threads that runs programs: lists of operations over buffers, one call for all of them."""
 
+import contextlib
 import ctypes
+import mmap
 import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.base import QuantisedWeight
 from kvrelay.kernels.cpu import native
 from kvrelay.kernels.cpu.build import load
 from kvrelay.kernels.cpu.native import Batch, Op
+
+_CHUNK_BYTES = 64 * 2**20  # what is not used of it takes no memory
+_ALIGNMENT = 64
+
+
+class _WeightMemory:
+    """Room for packed weights in huge pages, where the system has them: a core then reads half as fast again."""
+
+    def __init__(self) -> None:
+        self._chunk: mmap.mmap | None = None
+        self._used = 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Zeroed bytes, which live for as long as somebody has them or others of their chunk."""
+        if self._chunk is None or self._used + num_bytes > len(self._chunk):
+            self._chunk = mmap.mmap(-1, max(_CHUNK_BYTES, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._chunk.madvise(mmap.MADV_HUGEPAGE)
+            self._used = 0
+        taken = torch.frombuffer(self._chunk, dtype=torch.uint8, count=num_bytes, offset=self._used)
+        self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return taken
 
 
 class Machine:
@@ -24,6 +49,7 @@ class Machine:
         native.declare(self._compiled)
         self.num_threads = num_threads
         self._machine = self._compiled.kvrelay_new(num_threads, nice)
+        self._memory = _WeightMemory()
         free = weakref.finalize(self, self._compiled.kvrelay_free, self._machine)
         free.atexit = False  # the threads end with the process; one of Python's may still be in a run
 
@@ -45,11 +71,38 @@ class Machine:
         """A contiguous weight in the products' layout: bytes."""
         num_outputs, num_inputs = weight_OC.shape
         dtype = native.DTYPES[weight_OC.dtype]
-        packed = torch.empty(self._compiled.kvrelay_packed_bytes(dtype, num_outputs, num_inputs), dtype=torch.uint8)
+        packed = self._memory.take(self._compiled.kvrelay_packed_bytes(dtype, num_outputs, num_inputs))
         self._compiled.kvrelay_pack(
             self._machine, dtype, weight_OC.data_ptr(), num_outputs, num_inputs, packed.data_ptr()
         )
         return packed
+
+    def pack_quantised(self, weight: QuantisedWeight) -> tuple[Tensor, native.Form]:
+        """A quantised weight in the products' layout, and what they have to know of it."""
+        num_outputs, num_inputs = weight.codes.shape
+        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+        minimums = None if weight.minimums is None else weight.minimums.contiguous()
+        form = native.Form(
+            bits=weight.bits,
+            group=weight.group,
+            half=scales.dtype == torch.float16,
+            minimums=minimums is not None,
+            first_code=0 if minimums is not None else -8,
+        )
+        dtype = native.DTYPES[weight.dtype]
+        packed = self._memory.take(self._compiled.kvrelay_quantised_bytes(dtype, form, num_outputs, num_inputs))
+        self._compiled.kvrelay_pack_quantised(
+            self._machine,
+            dtype,
+            form,
+            codes.data_ptr(),
+            scales.data_ptr(),
+            None if minimums is None else minimums.data_ptr(),
+            num_outputs,
+            num_inputs,
+            packed.data_ptr(),
+        )
+        return packed, form
 
 
 def program(ops: Sequence[Op]) -> ctypes.Array[Op]:

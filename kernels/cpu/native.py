@@ -82,8 +82,18 @@ class Norm(Structure):
     ]
 
 
+class Form(Structure):
+    _fields_ = [
+        ("bits", c_int32),
+        ("group", c_int32),
+        ("half", c_int32),
+        ("minimums", c_int32),
+        ("first_code", c_int32),
+    ]
+
+
 class Weight(Structure):
-    _fields_ = [("packed", c_void_p), ("num_inputs", c_int64), ("num_outputs", c_int64)]
+    _fields_ = [("packed", c_void_p), ("num_inputs", c_int64), ("num_outputs", c_int64), ("form", Form)]
 
 
 class Linear(Structure):
@@ -207,6 +217,12 @@ def declare(compiled: ctypes.CDLL) -> None:
         ("kvrelay_row_stride", c_int64, [c_int, c_int64]),
         ("kvrelay_packed_bytes", c_int64, [c_int, c_int64, c_int64]),
         ("kvrelay_pack", None, [c_void_p, c_int, c_void_p, c_int64, c_int64, c_void_p]),
+        ("kvrelay_quantised_bytes", c_int64, [c_int, POINTER(Form), c_int64, c_int64]),
+        (
+            "kvrelay_pack_quantised",
+            None,
+            [c_void_p, c_int, POINTER(Form), c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
+        ),
         ("kvrelay_run", c_int, [c_void_p, POINTER(Op), c_int64, POINTER(Batch)]),
     )
     for name, result, arguments in signatures:

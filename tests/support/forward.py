@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.batch import build_batch
+from kvrelay.engine.config import Quantization
 from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.model_info import read_model_info
@@ -37,9 +38,12 @@ class Teacher:
         num_blocks: int = 40,
         dtype: str = "float32",
         kernels: KernelsChoice = "auto",
+        quantization: Quantization = "none",
+        gguf: Path | None = None,
     ) -> None:
         self.kernels = get_kernels(CPU, kernels)
-        self.decoder = model = load_model(read_model_info(folder), getattr(torch, dtype), self.kernels, CPU, "kvrelay")
+        info = read_model_info(folder, gguf=gguf)
+        self.decoder = model = load_model(info, getattr(torch, dtype), self.kernels, CPU, "kvrelay", quantization)
         layout = KVLayout(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,

@@ -71,8 +71,8 @@ class OracleAnswer:
 class Oracle:
     """One engine with room for itself. Each `generate` starts with a cold prefix cache."""
 
-    def __init__(self, model: Path, **overrides: Any) -> None:
-        self.info: ModelInfo = read_model_info(model)
+    def __init__(self, model: Path, *, gguf: Path | None = None, **overrides: Any) -> None:
+        self.info: ModelInfo = read_model_info(model, gguf=gguf)
         self.config = engine_config(model, **overrides)
         self.runner = ModelRunner.load(self.info, self.config)
 

@@ -173,9 +173,10 @@ class Pair:
         decode: dict[str, Any] | None = None,
         kv_digests: bool = True,
         network: FakeNetwork | None = None,
+        gguf: Path | None = None,
     ) -> None:
-        """`network`: bytes move over it as the test says, instead of over ZMQ."""
-        self.info = read_model_info(model)
+        """`network`: bytes move over it as the test says, instead of over ZMQ. `gguf`: what the model was made of."""
+        self.info = read_model_info(model, gguf=gguf)
         self._answers: dict[RequestKey, Answer] = {}
         self._changed = threading.Condition()
         prefill_config = engine_config(model, **(prefill or {}))

@@ -111,7 +111,8 @@ def test_the_embedded_model_is_built_once_and_nothing_else_stays(tmp_path: Path)
     cache = ModelCache(tmp_path, put_wheel(), fill)
     folder = cache.folder(MODEL)
     assert folder == tmp_path / PLACE
-    assert names(folder) == {"config.json", "model.safetensors", "kvrelay-manifest.json"}
+    assert names(folder) == {"config.json", "model.safetensors", "kvrelay-manifest.json", MODEL.gguf}
+    assert hashlib.sha256((folder / MODEL.gguf).read_bytes()).hexdigest() == MODEL.gguf_sha256
     assert names(tmp_path) == {PLACE, LOCK}
     assert ModelCache(tmp_path, fail, fail).folder(MODEL) == folder
 
@@ -401,7 +402,7 @@ def test_the_list_takes_a_broken_cache_as_it_is(caches: Path) -> None:
     for name, manifest in {
         "a": "[",
         "b": '{"files": 1}',
-        "c": '{"files": {"gone": 1}, "format": 2}',
+        "c": '{"files": {"gone": 1}, "format": 3}',
         ".d": "{}",
     }.items():
         (caches / name).mkdir(parents=True)
