@@ -21,6 +21,7 @@ def make_sender(
     wake_up: WakeUp,
     clock: Clock | None = None,
     hub: InprocHub | None = None,
+    quantization: str = "none",
 ) -> Sender:
     """P's half over `region`, P's pool as bytes. With a hub, D's on the same hub are reached through it."""
     clock = clock or MonotonicClock()
@@ -28,7 +29,7 @@ def make_sender(
     writers: list[Writer] = [ZmqWriter(region, clock)]
     if hub is not None:
         writers.insert(0, InprocWriter(hub, region))
-    identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, secret=secret)
+    identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, quantization=quantization, secret=secret)
     return Sender(identity, writers, clock, wake_up)
 
 
@@ -46,6 +47,7 @@ def make_receiver(
     data_port: int = 0,
     clock: Clock | None = None,
     hub: InprocHub | None = None,
+    quantization: str = "none",
 ) -> Receiver:
     """D's half over `region`, D's pool as bytes; listens when it returns. Ports of 0: any free ones.
 
@@ -56,7 +58,7 @@ def make_receiver(
     readers: list[Reader] = [ZmqReader(region, clock, bind, data_port, advertise)]
     if hub is not None:
         readers.append(InprocReader(hub, epoch, region))
-    identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, secret=secret)
+    identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, quantization=quantization, secret=secret)
     return Receiver(identity, region, readers, clock, wake_up, bind=bind, port=control_port, advertise=advertise)
 
 

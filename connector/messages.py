@@ -36,6 +36,7 @@ class Hello:
     nonce: bytes
     fingerprint: str
     layout: KVLayout
+    quantization: str = "none"
     version: int = PROTOCOL_VERSION
     endpoints: tuple[Endpoint, ...] = ()
     proof: bytes = b""

@@ -34,6 +34,7 @@ class Identity:
     epoch: str
     fingerprint: str
     layout: KVLayout
+    quantization: str = "none"
     secret: str = ""
 
     def hello(
@@ -49,6 +50,7 @@ class Identity:
             epoch=self.epoch,
             nonce=nonce,
             fingerprint=self.fingerprint,
+            quantization=self.quantization,
             layout=self.layout,
             endpoints=endpoints,
             proof=proof,
@@ -76,6 +78,7 @@ def check_peer(ours: Identity, theirs: Hello) -> None:
     for field, mine, other in (
         ("protocol_version", PROTOCOL_VERSION, theirs.version),
         ("model_fingerprint", ours.fingerprint, theirs.fingerprint),
+        ("quantization", ours.quantization, theirs.quantization),
     ):
         if mine != other:
             raise PreconditionFailed(f"{field} differs: {mine!r} here, {other!r} on the peer")

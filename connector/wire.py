@@ -144,6 +144,7 @@ def _fill_hello(message: Any, hello: Hello) -> None:
     message.nonce = hello.nonce
     message.proof = hello.proof
     message.model_fingerprint = hello.fingerprint
+    message.quantization = hello.quantization
     message.kv_layout.CopyFrom(
         node_pb2.KVLayout(
             num_layers=hello.layout.num_layers,
@@ -172,6 +173,7 @@ def _read_hello(message: Any) -> Hello:
         epoch=_name("epoch", message.epoch),
         nonce=_exactly("nonce", message.nonce, NONCE_BYTES),
         fingerprint=_name("model_fingerprint", message.model_fingerprint),
+        quantization=_name("quantization", message.quantization or "none"),
         layout=KVLayout(
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,

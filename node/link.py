@@ -50,6 +50,7 @@ class NodeIdentity:
     version: str
     model: str
     model_fingerprint: str
+    quantization: str
     vocab_size: int
     kv_layout: KVLayout
     max_model_len: int
@@ -184,6 +185,7 @@ class RouterLink:
                 version=mine.version,
                 model=mine.model,
                 model_fingerprint=mine.model_fingerprint,
+                quantization=mine.quantization,
                 kv_layout=wire.write_layout(mine.kv_layout),
                 max_model_len=mine.max_model_len,
                 grpc_address=mine.grpc_address,

@@ -96,6 +96,7 @@ def run_node(config: NodeConfig, role: Role) -> int:
             version=__version__,
             model=info.name,
             model_fingerprint=info.fingerprint,
+            quantization=config.quantization,
             vocab_size=info.vocab_size,
             kv_layout=runner.layout,
             max_model_len=min(runner.max_model_len, runner.num_blocks * runner.layout.block_size),

@@ -28,6 +28,7 @@ def _build(config: PrefillConfig, parts: NodeParts) -> tuple[NodeCore, str]:
         region=executor.region,
         layout=executor.layout,
         fingerprint=parts.info.fingerprint,
+        quantization=config.quantization,
         epoch=parts.epoch,
         secret=parts.cluster_secret,
         wake_up=parts.wake,

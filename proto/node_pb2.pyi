@@ -142,7 +142,7 @@ class NodeMessage(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("role", "epoch", "name", "nonce", "proof", "version", "model", "model_fingerprint", "kv_layout", "max_model_len", "grpc_address", "connector_address", "num_blocks", "max_num_seqs")
+    __slots__ = ("role", "epoch", "name", "nonce", "proof", "version", "model", "model_fingerprint", "kv_layout", "max_model_len", "grpc_address", "connector_address", "num_blocks", "max_num_seqs", "quantization")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class Register(_message.Message):
     CONNECTOR_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     role: Role
     epoch: str
     name: str
@@ -171,7 +172,8 @@ class Register(_message.Message):
     connector_address: str
     num_blocks: int
     max_num_seqs: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layout: _Optional[_Union[KVLayout, _Mapping]] = ..., max_model_len: _Optional[int] = ..., grpc_address: _Optional[str] = ..., connector_address: _Optional[str] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ...) -> None: ...
+    quantization: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layout: _Optional[_Union[KVLayout, _Mapping]] = ..., max_model_len: _Optional[int] = ..., grpc_address: _Optional[str] = ..., connector_address: _Optional[str] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_free_blocks", "num_running", "num_waiting", "num_waiting_tokens", "tokens_per_s", "sessions", "num_wanted_blocks")

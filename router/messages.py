@@ -32,6 +32,7 @@ class NodeFacts:
     name: str
     version: str
     model_fingerprint: str
+    quantization: str = "none"
     kv_layout: KVLayout
     max_model_len: int
     num_blocks: int

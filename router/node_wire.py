@@ -27,7 +27,7 @@ def read_register(message: pb.Register) -> NodeFacts:
     """Raises: InvalidArgument."""
     if message.role not in _ROLE_OF:
         raise InvalidArgument("role", message.role, "unknown")
-    for name in ("epoch", "name", "grpc_address", "connector_address"):
+    for name in ("epoch", "name", "grpc_address", "connector_address", "quantization"):
         if len(getattr(message, name)) > _MAX_NAME:
             raise InvalidArgument(name, getattr(message, name), f"at most {_MAX_NAME} characters")
     for name in ("epoch", "name", "max_model_len", "num_blocks", "max_num_seqs"):
@@ -42,6 +42,7 @@ def read_register(message: pb.Register) -> NodeFacts:
         name=message.name,
         version=message.version,
         model_fingerprint=message.model_fingerprint,
+        quantization=message.quantization or "none",
         kv_layout=KVLayout(
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,

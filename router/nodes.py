@@ -115,9 +115,10 @@ class NodesServicer(node_pb2_grpc.NodesServicer):
         ):
             if ours != theirs:
                 raise PreconditionFailed(f"{field} differs: {ours!r} on the router, {theirs!r} on the node")
+        self._registry.check_fits(facts)
 
     def _join(self, facts: NodeFacts, link: Link) -> None:
-        """Raises: ResourceExhausted."""
+        """Raises: ResourceExhausted, PreconditionFailed."""
         replaced = self._registry.add(facts)
         if replaced is not None:
             reason = Unavailable(f"node {facts.name} registered anew")

@@ -6,7 +6,7 @@ Holds state and no connection: `nodes.py` adds, reports and removes; `policy.py`
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvrelay.engine.errors import ResourceExhausted
+from kvrelay.engine.errors import PreconditionFailed, ResourceExhausted
 from kvrelay.engine.legs import CacheChange, Load, Peer
 from kvrelay.router.messages import NodeFacts, Role
 from kvrelay.router.prefix_index import PrefixIndex, PromptBlocks
@@ -81,13 +81,29 @@ class Registry:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
 
+    def check_fits(self, facts: NodeFacts) -> None:
+        """Whether a node may stand beside those that it does not replace: any of them may go on where another left off.
+
+        Raises: PreconditionFailed, naming what differs.
+        """
+        for node in self:
+            theirs = node.facts
+            if (theirs.role, theirs.name) == (facts.role, facts.name) or theirs.epoch == facts.epoch:
+                continue
+            if theirs.quantization != facts.quantization:
+                raise PreconditionFailed(
+                    f"quantization differs: {theirs.quantization!r} on {theirs.role} node {theirs.name}, "
+                    f"{facts.quantization!r} on the node"
+                )
+
     def add(self, facts: NodeFacts) -> str | None:
         """Take a node in, idle until its first report.
 
         Returns: the epoch of the node that it replaces (an earlier life under the same role and name, or the same life
         on an older stream), which is gone from here.
-        Raises: ResourceExhausted.
+        Raises: ResourceExhausted, PreconditionFailed.
         """
+        self.check_fits(facts)
         same_name = (
             node.facts.epoch for node in self if (node.facts.role, node.facts.name) == (facts.role, facts.name)
         )

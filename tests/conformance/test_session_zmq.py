@@ -74,6 +74,7 @@ def is_alive(pair, name="alive"):
     [
         ({"layout": OTHER_LAYOUT}, "num_kv_heads"),
         ({"fingerprint": "another"}, "model_fingerprint"),
+        ({"quantization": "int8"}, "quantization"),
     ],
 )
 def test_nodes_that_do_not_fit_are_told_the_field_on_both_sides(p, field, caplog):

@@ -63,6 +63,15 @@ async def test_a_node_that_does_not_belong_is_refused_by_the_field(
     assert not (await cluster(router)).nodes
 
 
+async def test_nodes_whose_weights_differ_are_not_mixed(router: Harness) -> None:
+    await join(router, DECODE, "D")
+    with pytest.raises(grpc.aio.AioRpcError, match="quantization differs: 'none' on decode node D, 'int4'") as caught:
+        await join(router, PREFILL, "P", quantization="int4")
+    assert caught.value.code().name == "FAILED_PRECONDITION"
+    await join(router, DECODE, "D", quantization="int4")  # another life of D, the only one that there was
+    await join(router, PREFILL, "P", quantization="int4")
+
+
 async def test_without_a_role_a_node_is_refused(router: Harness) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="role"):
         await join(router, node_pb2.ROLE_UNSPECIFIED, "D")

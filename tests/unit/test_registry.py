@@ -1,8 +1,10 @@
 """Which nodes there are, and what was placed on them since they last reported."""
 
+from dataclasses import replace
+
 import pytest
 
-from kvrelay.engine.errors import InvalidArgument, ResourceExhausted
+from kvrelay.engine.errors import InvalidArgument, PreconditionFailed, ResourceExhausted
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.legs import CacheChange, Load, Peer
 from kvrelay.router.messages import NodeFacts, Role
@@ -25,6 +27,16 @@ def facts(role: Role, epoch: str, name: str = "", max_model_len: int = 128) -> N
         grpc_address="",
         connector_address=f"{epoch}:1",
     )
+
+
+def test_nodes_of_another_quantization_stand_beside_none_but_replace_their_own() -> None:
+    registry = Registry(max_nodes=3)
+    registry.add(facts(Role.DECODE, "d", "D"))
+    for role, name in ((Role.PREFILL, "P"), (Role.DECODE, "E"), (Role.PREFILL, "D")):
+        with pytest.raises(PreconditionFailed, match="quantization differs: 'none' on decode node D, 'int8'"):
+            registry.add(replace(facts(role, "other", name), quantization="int8"))
+    assert only(registry).facts.epoch == "d"
+    assert registry.add(replace(facts(Role.DECODE, "e", "D"), quantization="int8")) == "d"
 
 
 def only(registry: Registry) -> Node:

@@ -42,6 +42,7 @@ def test_a_layout_that_differs_is_refused_by_its_field(field):
     [
         ({"version": 2}, PreconditionFailed, "protocol_version"),
         ({"fingerprint": "g"}, PreconditionFailed, "model_fingerprint"),
+        ({"quantization": "int8"}, PreconditionFailed, "quantization"),
         ({"epoch": "another"}, PreconditionFailed, "epoch"),
         ({"proof": b"x" * 32}, Unauthenticated, "secret"),
         ({"proof": b""}, Unauthenticated, "secret"),
