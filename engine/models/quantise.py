@@ -6,6 +6,8 @@
 Computed in pieces that fit a core's cache, each with its groups side by side: shapes are [inputs of a group, groups].
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -39,14 +41,26 @@ def quantise(weight_OC: Tensor, bits: Literal[4, 8]) -> QuantisedWeight:
     scales = torch.empty(num_outputs, num_groups, dtype=stored)
     minimums = torch.empty_like(scales) if bits == 4 else None
     num_rows = max(1, _PIECE // (num_groups * GROUP))
-    for start in range(0, num_outputs, num_rows):
-        rows = slice(start, start + num_rows)
-        fitted, scale, minimum = _FITS[bits](_groups(weight_OC[rows]), narrow)
-        codes[rows] = fitted.t().reshape(len(codes[rows]), -1)[:, :num_inputs]
-        scales[rows] = scale.view(-1, num_groups)
-        if minimums is not None and minimum is not None:
-            minimums[rows] = minimum.view(-1, num_groups)
+    with _one_thread():
+        for start in range(0, num_outputs, num_rows):
+            rows = slice(start, start + num_rows)
+            fitted, scale, minimum = _FITS[bits](_groups(weight_OC[rows]), narrow)
+            codes[rows] = fitted.t().reshape(len(codes[rows]), -1)[:, :num_inputs]
+            scales[rows] = scale.view(-1, num_groups)
+            if minimums is not None and minimum is not None:
+                minimums[rows] = minimum.view(-1, num_groups)
     return QuantisedWeight(codes, scales, minimums, bits, GROUP, weight_OC.dtype)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Of torch's: for pieces this small several gain little, and where cores are shared they wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _groups(weight_OC: Tensor) -> Tensor:

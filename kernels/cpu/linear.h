@@ -88,7 +88,7 @@ void finish(const Linear& linear, int weight, int64_t row, int64_t column, f32x1
   }
 }
 
-// Some blocks of a weight, as a task's products take them: as they lie, unpacked once for all rows, or unpacked on the way.
+// Some blocks of a weight, as a task's products take them: as they lie, unpacked once for all rows, or on the way.
 template <class E>
 struct Blocks {
   using Unit = typename E::Unit;
@@ -127,8 +127,8 @@ struct Blocks {
   const Weight& weight_;
   int num_blocks_;
   int64_t units_;
-  int64_t stride_;            // from one block to the next
-  int64_t num_groups_ = 0;    // to unpack
+  int64_t stride_;          // from one block to the next
+  int64_t num_groups_ = 0;  // to unpack
   const uint8_t* codes_ = nullptr;
   const Unit* from_ = nullptr;
 };

@@ -28,8 +28,8 @@ struct Form {
   int32_t first_code;  // what a stored 0 of 4 bits stands for
 };
 
-constexpr int kTogether = 8;       // vectors whose codes are unpacked at a time
-constexpr int64_t kAhead = 4096;   // bytes that are asked for before they are needed: what one core reads is all there is
+constexpr int kTogether = 8;      // vectors whose codes are unpacked at a time
+constexpr int64_t kAhead = 4096;  // bytes that are asked for before they are read; may lie behind the weight
 
 // Vectors of one unit, and where their lanes belong.
 template <class E>
@@ -53,7 +53,7 @@ int64_t quantised_bytes(const Form& form, int64_t num_outputs, int64_t num_input
   return ceil_div(num_outputs, kLanes) * num_groups<E>(form, num_inputs) * group_bytes(form);
 }
 
-// From codes [num_outputs, num_inputs], scales and minimums [num_outputs, groups] to the layout above; what is beyond is zero.
+// From codes [num_outputs, num_inputs], scales and minimums [num_outputs, groups] to the layout above; what is beyond is 0.
 template <class E>
 void pack_quantised(Member& member, const Form& form, const int8_t* codes, const void* scales, const void* minimums,
                     int64_t num_outputs, int64_t num_inputs, uint8_t* to) {
@@ -231,11 +231,5 @@ inline void multiply_at_once<BFloat16>(int num_rows, const uint32_t* x, int64_t 
   }
 }
 #endif
-
-// Units of a block when it is unpacked.
-template <class E>
-int64_t unpacked_units(const Form& form, int64_t num_inputs) {
-  return num_groups<E>(form, num_inputs) * form.group / E::kPerUnit;
-}
 
 }  // namespace kvrelay
