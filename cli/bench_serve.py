@@ -58,14 +58,18 @@ def run(config: ServeBenchConfig) -> int:
 async def _measure(config: ServeBenchConfig) -> tuple[ModelView, list[Record]]:
     async with RouterClient(config.router) as client:
         model = await client.model(timeout_s=RPC_TIMEOUT_S)
-        workload = make_workload(config, model)
-        ask = _asker(client, config)
-        warmup = Load(ask, workload.prompt, LoopTimer())
-        await warmup.closed_loop(range(-config.warmup, 0), concurrency=1)
-        for record in warmup.records:
-            if not record.succeeded:
-                raise _error(record)
-        return model, await _put_on(config, ask, workload)
+        return model, await measure(config, model, asker(client, config))
+
+
+async def measure(config: ServeBenchConfig, model: ModelView, ask: Ask) -> list[Record]:
+    """Warm up whatever answers, put the load on. Raises: KvrelayError if the warm-up fails."""
+    workload = make_workload(config, model)
+    warmup = Load(ask, workload.prompt, LoopTimer())
+    await warmup.closed_loop(range(-config.warmup, 0), concurrency=1)
+    for record in warmup.records:
+        if not record.succeeded:
+            raise _error(record)
+    return await _put_on(config, ask, workload)
 
 
 async def _put_on(config: ServeBenchConfig, ask: Ask, workload: Workload) -> list[Record]:
@@ -110,7 +114,8 @@ def _error(record: Record) -> RemoteError:
     return RemoteError(record.error, f"request {record.index}: {record.error_message}", record.retryable)
 
 
-def _asker(client: RouterClient, config: ServeBenchConfig) -> Ask:
+def asker(client: RouterClient, config: ServeBenchConfig) -> Ask:
+    """How a router is asked for a prompt of this load."""
     salt = config.cache_salt or secrets.token_hex(8)
 
     def ask(prompt: Prompt) -> AsyncIterator[Piece]:

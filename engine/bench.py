@@ -5,9 +5,10 @@ prompt's start to its first token. Both hold all that a node's engine thread doe
 unmeasured; that pass of a decode batch also leaves its prompts in the prefix cache, from which the measured ones start.
 """
 
+import contextlib
 import os
 import random
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass
 from statistics import median
 
@@ -104,23 +105,24 @@ class Rig:
 
         Raises: ConfigError if the batch does not fit.
         """
-        # Without a prefix cache the first ones decode while the prompts of the last are computed.
-        budget = max(1, self._config.max_num_batched_tokens - batch_size)
-        max_tokens = max(num_steps, _WARM_UP_STEPS) + 1 + (batch_size - 1) * (-(-context // budget) + 1)
-        self._check_fits(batch_size, context + max_tokens)
+        self._check_batch_fits(batch_size, context, num_steps)
         prompts = [self._prompt(context) for _ in range(batch_size)]
-        self._decode(prompts, max_tokens, _WARM_UP_STEPS)
-        return [self._decode(prompts, max_tokens, num_steps) for _ in range(repeats)]
+        self.decode_batch(prompts, min(num_steps, _WARM_UP_STEPS))
+        return [self.decode_batch(prompts, num_steps) for _ in range(repeats)]
 
     def prefill(self, num_tokens: int, repeats: int) -> list[Run]:
         """Prompts of `num_tokens` tokens, each alone and unlike the others.
 
         Raises: ConfigError if one does not fit.
         """
-        self._check_fits(1, num_tokens + 1)
-        return [self._prefill(num_tokens) for _ in range(repeats + 1)][1:]
+        return [self.prefill_prompt(self._prompt(num_tokens)) for _ in range(repeats + 1)][1:]
 
-    def _decode(self, prompts: Seq[tuple[int, ...]], max_tokens: int, num_steps: int) -> Run:
+    def decode_batch(self, prompts: Seq[Seq[int]], num_steps: int) -> Run:
+        """One pass over prompts of one length: from where all have a token, `num_steps` steps.
+
+        Raises: ConfigError if they do not fit.
+        """
+        max_tokens = self._check_batch_fits(len(prompts), len(prompts[0]), num_steps)
         sequences = [self._add(prompt, max_tokens) for prompt in prompts]
         while not all(sequence.num_output_tokens for sequence in sequences):
             self._step()
@@ -131,12 +133,23 @@ class Rig:
             self._scheduler.abort(sequence)
         return _run(first_len, last_len, (last_len - first_len) * len(sequences), steps_s)
 
-    def _prefill(self, num_tokens: int) -> Run:
-        sequence = self._add(self._prompt(num_tokens), 1)
+    def prefill_prompt(self, prompt: Seq[int]) -> Run:
+        """One prompt alone, to its first token. Raises: ConfigError if it does not fit."""
+        num_tokens = len(prompt)
+        self._check_fits(1, num_tokens + 1)
+        sequence = self._add(prompt, 1)
         steps_s = []
         while not sequence.num_output_tokens:
             steps_s.append(self._step())
         return _run(0, num_tokens, num_tokens, steps_s)
+
+    def _check_batch_fits(self, batch_size: int, context: int, num_steps: int) -> int:
+        """Returns: tokens that a sequence may need until the whole batch has made its steps."""
+        # Without a prefix cache the first ones decode while the prompts of the last are computed.
+        budget = max(1, self._config.max_num_batched_tokens - batch_size)
+        max_tokens = num_steps + 1 + (batch_size - 1) * (-(-context // budget) + 1)
+        self._check_fits(batch_size, context + max_tokens)
+        return max_tokens
 
     def _check_fits(self, batch_size: int, num_tokens: int) -> None:
         config, num_blocks = self._config, self._scheduler.pool.num_blocks
@@ -158,11 +171,11 @@ class Rig:
     def _prompt(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(self._random.choices(self._vocabulary, k=num_tokens))
 
-    def _add(self, prompt: tuple[int, ...], max_tokens: int) -> Sequence:
+    def _add(self, prompt: Seq[int], max_tokens: int) -> Sequence:
         self._num_requests += 1
         sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True)
         key = RequestKey(f"bench-{self._num_requests:08}", 0)
-        sequence = Sequence(Request(key=key, prompt_token_ids=prompt, sampling=sampling))
+        sequence = Sequence(Request(key=key, prompt_token_ids=tuple(prompt), sampling=sampling))
         self._scheduler.add(sequence)
         return sequence
 
@@ -183,6 +196,13 @@ def run(config: EngineConfig, plan: BenchPlan, on_measured: Callable[[str], None
 
     Raises: KvrelayError.
     """
+    with loaded(config, plan.seed) as (setup, rig):
+        return setup, measure(rig, plan, on_measured)
+
+
+@contextlib.contextmanager
+def loaded(config: EngineConfig, seed: int = 0) -> Iterator[tuple[Setup, Rig]]:
+    """A model with an engine to measure. Raises: KvrelayError."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as on a node; to be set before torch is loaded
     info = model_store.load_info(config.model)
     import torch
@@ -205,10 +225,10 @@ def run(config: EngineConfig, plan: BenchPlan, on_measured: Callable[[str], None
         MonotonicClock(),
         vocab_size=info.vocab_size,
         max_model_len=runner.max_model_len,
-        seed=plan.seed,
+        seed=seed,
     )
     try:
-        return setup, measure(rig, plan, on_measured)
+        yield setup, rig
     finally:
         runner.close()
 
