@@ -9,7 +9,7 @@ from kvrelay.cli.main import ExitCode
 from kvrelay.connector.handoff import render_mermaid
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
 
 
 def test_the_hand_off_s_diagram_is_the_one_printed_from_its_tables() -> None:
