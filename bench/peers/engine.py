@@ -116,24 +116,12 @@ class Worker:
 
 
 @contextmanager
-def started(side: peers.Side, cores: Sequence[int]) -> Iterator[Worker]:
+def working(side: peers.Side, cores: Sequence[int]) -> Iterator[Worker]:
     """A worker on these cores, until the end of the block."""
     command = ["taskset", "-c", ",".join(map(str, cores)), side.python, str(peers.HERE / f"engine_{side.name}.py")]
-    with (
-        side.log.open("w") as log,
-        subprocess.Popen(
-            [*command, side.model, str(len(cores))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=os.environ | side.environment,
-        ) as process,
-    ):
-        try:
-            yield Worker(side, process)
-        finally:
-            process.terminate()
+    command += [side.model, str(len(cores))]
+    with peers.started(side, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        yield Worker(side, process)
 
 
 def run(options: Options, shapes: Sequence[Shape], workers: Sequence[Worker]) -> Iterator[dict[str, Any]]:
@@ -166,13 +154,14 @@ def spread(values: Sequence[float], form: str) -> tuple[str, str]:
 
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
+    peers.end_cleanly_on_sigterm()
     shapes = [Shape.parse(text, options.decode_steps) for text in options.shapes]
     place = report.machine()
     cores = sorted(os.sched_getaffinity(0))[: options.cores]
     folder = Path(options.folder)
     sides = [peers.kvrelay(folder), peers.peer(options.peer, folder, cores)]
     with ExitStack() as stack:
-        workers = [stack.enter_context(started(side, cores)) for side in sides]
+        workers = [stack.enter_context(working(side, cores)) for side in sides]
         measured = list(run(options, shapes, workers))
     lines = [place.line(), *(f"{worker.about}, on cores {cores}" for worker in workers), ""]
     about = {worker.name: worker.about for worker in workers}

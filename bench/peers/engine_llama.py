@@ -17,7 +17,9 @@ BATCH_TOKENS = 2048  # of one call; llama.cpp's own default
 class Llama:
     def __init__(self, model: str, threads: int) -> None:
         llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_load_model_from_file(model.encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = False  # its code for Intel's matrix tiles ends in a segmentation fault
+        self._model = llama_cpp.llama_model_load_from_file(model.encode(), params)
         assert self._model, f"{model} cannot be loaded"
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)

@@ -1,6 +1,6 @@
 """vLLM's engine for engine.py: its own scheduler, batches and compiled model, without a server and detokenisation.
 
-It runs in this process, like kvrelay's; VLLM_ENABLE_V1_MULTIPROCESSING=1 gives it its usual process.
+It runs in this process, like kvrelay's, not in one of its own as it would otherwise.
 """
 
 import os
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from worker import Prompts, serve
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
 import vllm

@@ -1,12 +1,18 @@
 """What is compared with: where each peer is, and how it is run at its best."""
 
+import contextlib
+import os
+import signal
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvrelay.engine.model_store import resolve
 
 HERE = Path(__file__).resolve().parent
+STOP_TIMEOUT_S = 30.0
 FOLDER = HERE.parents[1] / ".peers"  # where setup.sh puts them
 
 
@@ -19,6 +25,38 @@ class Side:
     model: str
     log: Path  # what it says beside its answers
     environment: dict[str, str] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def started(
+    side: Side, command: Sequence[str], stdin: int = subprocess.DEVNULL, stdout: int | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """One side's process with its own children, none of which outlives the block. What it prints goes to its log."""
+    with (
+        side.log.open("w") as log,
+        subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=stdout or log,
+            stderr=log,
+            text=True,
+            env=os.environ | side.environment,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_cleanly_on_sigterm() -> None:
+    """Let this process's own `finally`s end what it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def kvrelay(folder: Path) -> Side:

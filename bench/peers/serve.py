@@ -8,11 +8,9 @@ code, from the scheduled arrivals; each pass has a cache salt of its own. kvrela
 """
 
 import asyncio
-import contextlib
 import os
 import secrets
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -35,7 +34,6 @@ from kvrelay.cli.client import RouterClient
 from kvrelay.cli.config import ServeBenchConfig
 
 READY_TIMEOUT_S = 900.0  # vLLM compiles the model at its first start
-STOP_TIMEOUT_S = 30.0
 MODEL = "smollm2"
 
 
@@ -63,19 +61,19 @@ class Options:
     """File for all figures as JSON; -: standard output, and the table goes to standard error."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def kvrelay_up(side: peers.Side, flags: Sequence[str]) -> Iterator[str]:
     """A router with its nodes, until the end of the block. Returns: its address."""
     command = [side.python, "-m", "kvrelay.cli", "up", "--model", side.model, *flags]
-    with process(side, command, stdout=subprocess.PIPE) as up:
+    with peers.started(side, command, stdout=subprocess.PIPE) as up:
         assert up.stdout is not None
-        line = up.stdout.readline().decode()
+        line = up.stdout.readline()
         if not line.startswith("ready:"):
             raise SystemExit(f"kvrelay up did not start: {side.log}")
         yield line.split(" at ")[1].split()[0]
 
 
-@contextlib.contextmanager
+@contextmanager
 def vllm_serve(side: peers.Side) -> Iterator[str]:
     """vLLM's server, until the end of the block. Returns: its address."""
     with socket.socket() as free:
@@ -83,7 +81,7 @@ def vllm_serve(side: peers.Side) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [side.python, "-m", "vllm.entrypoints.cli.main", "serve", side.model, "--served-model-name", MODEL]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"]
-    with process(side, command) as server:
+    with peers.started(side, command) as server:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not is_healthy(port):
             if server.poll() is not None or time.monotonic() > deadline:
@@ -98,30 +96,6 @@ def is_healthy(port: int) -> bool:
             return True
     except (urllib.error.URLError, OSError):
         return False
-
-
-@contextlib.contextmanager
-def process(side: peers.Side, command: Sequence[str], stdout: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """A server in a process group of its own, of which nothing is left behind."""
-    with (
-        side.log.open("w") as log,
-        subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout or log,
-            stderr=log,
-            env=os.environ | side.environment,
-            start_new_session=True,
-        ) as server,
-    ):
-        try:
-            yield server
-        finally:
-            server.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(STOP_TIMEOUT_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
 
 
 def loads(options: Options) -> dict[str, dict[str, Any]]:
@@ -184,6 +158,7 @@ def table(found: dict[str, dict[str, list[LoadSummary]]]) -> list[str]:
 
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
+    peers.end_cleanly_on_sigterm()
     folder, cores = Path(options.folder), sorted(os.sched_getaffinity(0))
     place = report.machine()
     theirs, ours = peers.peer("vllm", folder, cores), peers.kvrelay(folder)

