@@ -48,7 +48,7 @@ class StepPlan:
     """What the next step does. Empty: there is nothing to do until something changes from outside."""
 
     preempted: tuple[Sequence, ...] = ()  # youngest first: what it leaves cached is evicted first
-    swapped_out: frozenset[Sequence] = frozenset()  # of the preempted, whose KV goes to host memory
+    swapped_out: tuple[Sequence, ...] = ()  # of the preempted, whose KV goes to host memory
     growth: tuple[Growth, ...] = ()
     admitted: tuple[Admitted, ...] = ()  # start to compute
     grants: tuple[Admitted, ...] = ()  # start to wait for another node, which fills their blocks
@@ -97,7 +97,7 @@ class Planner:
     def result(self) -> StepPlan:
         return StepPlan(
             preempted=tuple(sequence for sequence in reversed(self._running) if sequence in self._preempted),
-            swapped_out=frozenset(self._swap_out()),
+            swapped_out=tuple(self._swap_out()),
             growth=tuple(Growth(sequence, num_blocks) for sequence, num_blocks in self._growth.items()),
             admitted=tuple(self._admitted),
             grants=tuple(self._grants),

@@ -246,13 +246,15 @@ class World:
         assert len(set(rows)) == len(rows)
         starts = [start.sequence for start in (*plan.admitted, *plan.grants)]
         served = {growth.sequence for growth in plan.growth} | set(starts)
+        live = {name_of(sequence): sequence for sequence in self.live()}
+        in_turn = [live[twin.name] for twin in self.naive.queue()]
         for victim in plan.preempted:
             assert victim in scheduler.running
             assert victim not in served, "it gives way and gets blocks"
             assert victim not in rows, "it gives way and computes"
             assert any(rank(sequence) < rank(victim) for sequence in served), "nobody above it got anything"
             if starts:  # then it was for the last of them
-                last = max(starts, key=rank)
+                last = max(starts, key=in_turn.index)
                 assert last.request.priority < victim.request.priority
                 assert rank(last) < rank(victim)
             lost = Counter(b for other in plan.preempted for b in other.block_table)
@@ -261,8 +263,6 @@ class World:
         num_tokens = sum(row.num_new_tokens for row in plan.scheduled)
         # Those who give way give their tokens back, when whoever lacked them has been passed already.
         lacks_tokens = num_tokens == scheduler.config.max_num_batched_tokens or bool(plan.preempted)
-        live = {name_of(sequence): sequence for sequence in self.live()}
-        in_turn = [live[twin.name] for twin in self.naive.queue()]
         for index, sequence in enumerate(in_turn):
             behind = [other for other in starts if other in in_turn[index + 1 :] and sequence not in starts]
             assert all(other.awaits_kv for other in behind), "one that computes passed another"
