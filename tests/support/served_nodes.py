@@ -110,6 +110,7 @@ class ServedNode:
             version=__version__,
             model=self._info.name,
             model_fingerprint=self._info.fingerprint,
+            quantization="none",
             vocab_size=self._info.vocab_size,
             kv_layout=self._runner.layout,
             max_model_len=self._runner.max_model_len,
