@@ -7,6 +7,7 @@ there. Host memory takes no page before it is used: many a node never swaps, and
 of the time of computing that KV again.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -96,9 +97,12 @@ class KVCache:
 def _map(num_bytes: int, purpose: str) -> mmap.mmap:
     """Fresh memory. Raises: ConfigError if there is not that much."""
     try:
-        return mmap.mmap(-1, num_bytes, flags=_PRIVATE)
+        memory = mmap.mmap(-1, num_bytes, flags=_PRIVATE)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"no memory for {purpose}, {num_bytes} bytes: {error}") from error
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)  # attention reads two KiB here and there: each of another small page
+    return memory
 
 
 def num_blocks_for(config: EngineConfig, layout: KVLayout) -> int:

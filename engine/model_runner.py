@@ -38,7 +38,7 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._kernels = kernels
-        self._sampler = Sampler(eos_token_ids)
+        self._sampler = Sampler(eos_token_ids, kernels.scan)
 
     @classmethod
     def load(cls, info: ModelInfo, config: EngineConfig) -> "ModelRunner":

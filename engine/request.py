@@ -70,6 +70,18 @@ class SamplingParams:
     n: int = 1
     skip_special_tokens: bool = True
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything is done to logits before a token is chosen by them."""
+        return bool(
+            self.logit_bias
+            or self.bad_word_ids
+            or self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -16,7 +16,7 @@ Shapes: S rows that sample, V vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from dataclasses import dataclass
 from itertools import repeat
 from operator import eq
@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.errors import Internal, KvrelayError
-from kvrelay.engine.logprobs import NOT_FINITE, are_finite, likeliest, token_logprobs, weigh
+from kvrelay.engine.logprobs import NOT_FINITE, likeliest, token_logprobs, weigh
 from kvrelay.engine.request import Logprobs, SamplingParams
 from kvrelay.engine.step import Sampled
+from kvrelay.kernels.reference import ReferenceKernels
 
 GREEDY_TEMPERATURE = 1e-5  # below it scores would overflow; the distribution is one token's long before
 
@@ -56,23 +57,30 @@ class SampleRow:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+Scan = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
 class Sampler:
     """Samples for a model whose end-of-sequence ids are known."""
 
-    def __init__(self, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, eos_token_ids: Seq[int], scan: Scan | None = None) -> None:
+        """`scan`: that of the kernels in use (`kernels/base.py`); None: the reference's."""
         self._eos_token_ids = tuple(eos_token_ids)
+        self._scan = scan or ReferenceKernels().scan
 
     def sample(self, logits_SV: Tensor, rows: Seq[SampleRow]) -> list[tuple[Sampled, ...] | KvrelayError]:
         """A token for each of each row's choices, or the error that is that row's alone.
 
         May change `logits_SV`, which is float32.
         """
-        finite = are_finite(logits_SV)
+        largest, greedy, finite = (column.tolist() for column in self._scan(logits_SV))
         asked = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
         raw_logits = logits_SV.index_select(0, _tensor(list(asked), logits_SV))  # a copy
-        for logits_V, row in zip(logits_SV, rows, strict=True):
-            self.process(logits_V, row)
-        largest, greedy = (column.tolist() for column in _first_largest(logits_SV))
+        changing = [i for i, row in enumerate(rows) if row.sampling.changes_logits]
+        for i in changing:
+            self.process(logits_SV[i], rows[i])
+        if changing:
+            largest, greedy, _ = (column.tolist() for column in self._scan(logits_SV))
         chosen: list[list[int] | KvrelayError] = []
         for i, row in enumerate(rows):
             if not finite[i]:
@@ -173,12 +181,6 @@ def _result(
     if isinstance(tokens, KvrelayError):
         return tokens
     return tuple(map(Sampled, tokens, repeat(None) if logprobs is None else logprobs))
-
-
-def _first_largest(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest logit and the lowest id that has it."""
-    ids = logits_SV.argmax(dim=-1)
-    return logits_SV.gather(-1, ids[:, None])[:, 0], ids
 
 
 def _add_bias(logits_V: Tensor, logit_bias: Seq[tuple[int, float]]) -> None:

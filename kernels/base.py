@@ -130,3 +130,7 @@ class Kernels(Protocol):
         `window`: a row sees itself and the window - 1 tokens before it; 0: all before it. `softcap`: scores become
         softcap * tanh(scores / softcap); 0: as they are. Returns [T, H, D]; padding rows are zero.
         """
+
+    def scan(self, logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each row of floats, one at least: its largest [R], the first place that has it [R], int64, and whether all
+        are finite [R]. Largest and place mean nothing where one is NaN."""

@@ -180,12 +180,10 @@ struct Room {
   }
 };
 
-// Sixteen rows of sixteen units, transposed.
-template <class Unit>
-void transpose(const Unit (*from)[kLanes], Unit* to) {
-  typedef Unit Vector __attribute__((vector_size(64)));
-  Vector x[kLanes], y[kLanes];
-  memcpy(x, from, sizeof x);
+// Sixteen rows of sixteen units, transposed in place.
+template <class Vector>
+inline void transpose(Vector (&x)[kLanes]) {
+  Vector y[kLanes];
 #define KVRELAY_PAIRS(source, target, distance, low, high)                       \
   _Pragma("GCC unroll 16") for (int i = 0; i < kLanes; ++i) if (!(i & distance)) { \
     target[i] = __builtin_shuffle(source[i], source[i + distance], low);          \
@@ -200,68 +198,92 @@ void transpose(const Unit (*from)[kLanes], Unit* to) {
   KVRELAY_PAIRS(x, y, 4, low4, low4 + 4)
   KVRELAY_PAIRS(y, x, 8, low8, low8 + 8)
 #undef KVRELAY_PAIRS
-  memcpy(to, x, sizeof x);
 }
 
-// Where a sequence's keys of one KV head lie, by position; its values lie `kv_stride` further.
+// Where the keys of one KV head lie that a split has of a sequence; each one's value lies `kv_stride` further.
 template <class E>
 struct Keys {
-  const Batch& batch;
-  const int64_t* table;
-  int64_t layer, head_dim, head_offset;
+  const typename E::Value* at[kSplit];
+  int64_t count, head_dim, kv_stride;
 
-  const typename E::Value* at(int64_t position) const {
+  // Of positions [start, end).
+  Keys(const Attention& op, const Batch& batch, int64_t sequence, int64_t kv_head, int64_t start, int64_t end)
+      : count(end - start), head_dim(op.head_dim), kv_stride(batch.pool.kv_stride) {
     const Pool& pool = batch.pool;
-    const int64_t slot = table[position / pool.block_size] * pool.block_size + position % pool.block_size;
-    return slot_of<E>(pool, layer, slot, head_dim) + head_offset;
+    const int64_t* table = batch.block_tables + sequence * batch.table_width;
+    int64_t entry = start / pool.block_size, offset = start % pool.block_size;
+    for (int64_t i = 0; i < count; ++entry, offset = 0) {
+      const typename E::Value* slot =
+          slot_of<E>(pool, op.layer, table[entry] * pool.block_size + offset, head_dim) + kv_head * pool.head_stride;
+      for (; offset < pool.block_size && i < count; ++offset, slot += head_dim) at[i++] = slot;
+    }
   }
 };
 
-// Keys [start, end) of a split as the weights of a product; what is beyond the end is zero.
+// A split's keys as the weights of a product; what is beyond the end is zero.
 template <class E>
-void pack_keys(const Keys<E>& keys, int64_t start, int64_t end, Room<E>& room) {
-  using Unit = typename E::Unit;
-  alignas(64) Unit rows[kLanes][kLanes];
-  for (int64_t block = start; block < end; block += kLanes) {
-    const typename E::Value* from[kLanes];
-    for (int64_t i = 0; i < kLanes; ++i) from[i] = block + i < end ? keys.at(block + i) : nullptr;
+void pack_keys(const Keys<E>& keys, Room<E>& room) {
+  typedef typename E::Unit Vector __attribute__((vector_size(64)));
+  for (int64_t block = 0; block < keys.count; block += kLanes) {
     for (int64_t unit = 0; unit < room.dim_units; unit += kLanes) {
       const int64_t left = (keys.head_dim - unit * E::kPerUnit) * sizeof(typename E::Value);
-      const size_t num_bytes = std::clamp<int64_t>(left, 0, sizeof rows[0]);
-      for (int64_t i = 0; i < kLanes; ++i) {
-        if (!from[i] || num_bytes < sizeof rows[0]) memset(rows[i], 0, sizeof rows[0]);
-        if (from[i]) memcpy(rows[i], from[i] + unit * E::kPerUnit, num_bytes);
+      const size_t num_bytes = std::clamp<int64_t>(left, 0, sizeof(Vector));
+      Vector rows[kLanes];
+      if (block + kLanes <= keys.count && num_bytes == sizeof(Vector)) {
+        for (int64_t i = 0; i < kLanes; ++i)
+          memcpy(&rows[i], keys.at[block + i] + unit * E::kPerUnit, sizeof rows[i]);
+      } else {
+        memset(rows, 0, sizeof rows);
+        for (int64_t i = 0; i < std::min<int64_t>(kLanes, keys.count - block); ++i)
+          memcpy(&rows[i], keys.at[block + i] + unit * E::kPerUnit, num_bytes);
       }
-      alignas(64) Unit turned[kLanes][kLanes];
-      transpose<Unit>(rows, turned[0]);
+      transpose(rows);
       const int64_t num = std::min<int64_t>(kLanes, room.dim_units - unit);
-      memcpy(room.keys + ((block - start) / kLanes * room.dim_units + unit) * kLanes, turned, num * sizeof turned[0]);
+      memcpy(room.keys + (block / kLanes * room.dim_units + unit) * kLanes, rows, num * sizeof rows[0]);
     }
   }
 }
 
-// Values of [start, end) as the weights of a product over `units` units of keys.
+// Its values as the weights of a product over `units` units of keys.
 template <class E>
-void pack_values(const Keys<E>& keys, int64_t start, int64_t end, int64_t units, Room<E>& room) {
+void pack_values(const Keys<E>& keys, int64_t units, Room<E>& room) {
   using Unit = typename E::Unit;
   for (int64_t unit = 0; unit < units; ++unit) {
     const typename E::Value* from[E::kPerUnit];
     for (int i = 0; i < E::kPerUnit; ++i) {
-      const int64_t position = start + unit * E::kPerUnit + i;
-      from[i] = position < end ? keys.at(position) + keys.batch.pool.kv_stride : nullptr;
+      const int64_t key = unit * E::kPerUnit + i;
+      from[i] = key < keys.count ? keys.at[key] + keys.kv_stride : nullptr;
     }
-    for (int64_t d = 0; d < room.padded_dim; d += kLanes) {
-      const int count = static_cast<int>(std::min<int64_t>(kLanes, keys.head_dim - d));
-      Unit* to = room.values + (d / kLanes * units + unit) * kLanes;
-      if constexpr (E::kPerUnit == 1) {
+    int64_t d = 0;
+    const auto place = [&] { return room.values + (d / kLanes * units + unit) * kLanes; };
+    if constexpr (E::kPerUnit == 1) {
+      for (; d < room.padded_dim; d += kLanes) {
+        const int count = static_cast<int>(std::min<int64_t>(kLanes, keys.head_dim - d));
         const f32x16 row = from[0] ? load<E>(from[0] + d, count) : f32x16{};
-        memcpy(to, &row, sizeof row);
-      } else {
+        memcpy(place(), &row, sizeof row);
+      }
+    } else {
+#ifdef __AVX512BW__
+      typedef uint16_t u16x32 __attribute__((vector_size(64)));
+      const u16x32 low = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                          8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+      for (; d + 2 * kLanes <= keys.head_dim && from[0]; d += kLanes) {
+        u16x32 first, second = {};
+        memcpy(&first, from[0] + d, sizeof first);
+        if (from[1]) memcpy(&second, from[1] + d, sizeof second);
+        const u16x32 pairs = __builtin_shuffle(first, second, low), more = __builtin_shuffle(first, second, low + 16);
+        memcpy(place(), &pairs, sizeof pairs);
+        d += kLanes;
+        memcpy(place(), &more, sizeof more);
+      }
+#endif
+      for (; d < room.padded_dim; d += kLanes) {
+        const int count = static_cast<int>(std::min<int64_t>(kLanes, keys.head_dim - d));
         // A bfloat16 is the upper half of a float.
         const u32x16 first = as_bits(from[0] ? load<E>(from[0] + d, count) : f32x16{});
         const u32x16 second = as_bits(from[1] ? load<E>(from[1] + d, count) : f32x16{});
         const u32x16 pair = (first >> 16) | second;
-        memcpy(to, &pair, sizeof pair);
+        memcpy(place(), &pair, sizeof pair);
       }
     }
   }
@@ -269,15 +291,17 @@ void pack_values(const Keys<E>& keys, int64_t start, int64_t end, int64_t units,
 
 // One split for all rows of a piece: room.split and room.sums.
 template <class E>
-void attend_split(const Attention& op, const Piece& piece, const Keys<E>& keys, int64_t split, Room<E>& room) {
+void attend_split(const Attention& op, const Batch& batch, const Piece& piece, int64_t kv_head, int64_t split,
+                  Room<E>& room) {
   using Unit = typename E::Unit;
   constexpr int kTileRows = Tiles<E>::kTileRows;
   const int64_t group = op.num_heads / op.num_kv_heads, num_rows = piece.num_queries * group;
   const int64_t start = split * kSplit;
   const int64_t end = std::min(start + kSplit, piece.first_position + piece.num_queries);
   const int64_t num_blocks = ceil_div(end - start, kLanes), units = num_units<E>(end - start);
-  pack_keys(keys, start, end, room);
-  pack_values(keys, start, end, units, room);
+  const Keys<E> keys(op, batch, piece.sequence, kv_head, start, end);
+  pack_keys(keys, room);
+  pack_values(keys, units, room);
   alignas(64) f32x16 sums[kTileRows][kMostBlocks];
 
   for (int64_t first = 0; first < num_rows; first += kTileRows) {
@@ -349,8 +373,6 @@ void attend_piece(const Attention& op, const Batch& batch, const Piece& piece, i
                   Partials& partials, Room<E>& room) {
   using Value = typename E::Value;
   const int64_t group = op.num_heads / op.num_kv_heads, num_rows = piece.num_queries * group;
-  const Keys<E> keys{batch, batch.block_tables + piece.sequence * batch.table_width, op.layer, op.head_dim,
-                     kv_head * batch.pool.head_stride};
   for (int64_t row = 0; row < num_rows; ++row) {
     const Value* from = static_cast<const Value*>(op.queries) + (piece.first_row + row / group) * op.query_stride +
                         (kv_head * group + row % group) * op.head_dim;
@@ -363,7 +385,7 @@ void attend_piece(const Attention& op, const Batch& batch, const Piece& piece, i
   const int64_t first_seen = op.window ? std::max<int64_t>(0, piece.first_position - op.window + 1) / kSplit : 0;
   for (int64_t split = piece.first_split; split < piece.first_split + piece.num_splits; ++split) {
     if (split < first_seen) continue;
-    attend_split(op, piece, keys, split, room);
+    attend_split(op, batch, piece, kv_head, split, room);
     for (int64_t row = 0; row < num_rows; ++row)
       merge(room.all[row], room.totals + row * room.padded_dim, room.split[row], room.sums + row * room.padded_dim,
             room.padded_dim);

@@ -121,6 +121,11 @@ void kvrelay_pack_quantised(Machine* machine, int dtype, const Form* form, const
   });
 }
 
+void kvrelay_scan(Machine* machine, const float* x, int64_t num_rows, int64_t size, float* largest, int64_t* place,
+                  uint8_t* finite) {
+  machine->team.run([=](Member& member) { run_scan(member, x, num_rows, size, largest, place, finite); });
+}
+
 // Returns: 0, or -1 for a slot outside the pool, with nothing written.
 int kvrelay_run(Machine* machine, const Op* ops, int64_t num_ops, const Batch* batch) {
   const int64_t num_slots = batch->pool.num_blocks * batch->pool.block_size;

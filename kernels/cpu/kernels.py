@@ -144,6 +144,9 @@ class CpuKernels:
         self._run(q_THD.dtype, op, told)
         return out_THD
 
+    def scan(self, logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.machine.scan(logits_RV.contiguous())
+
     def _norm(
         self, x_TC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float, *, is_layer_norm: bool
     ) -> Tensor:

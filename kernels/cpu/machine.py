@@ -63,6 +63,16 @@ class Machine:
             pool = batch.pool
             raise ValueError(f"slot {slot} lies outside a pool of {pool.num_blocks} blocks of {pool.block_size}")
 
+    def scan(self, x_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of contiguous floats: each row's largest, the first place that has it, and whether all are finite."""
+        num_rows, size = x_RV.shape
+        largest, places = x_RV.new_empty(num_rows), x_RV.new_empty(num_rows, dtype=torch.int64)
+        finite = x_RV.new_empty(num_rows, dtype=torch.bool)
+        self._compiled.kvrelay_scan(
+            self._machine, x_RV.data_ptr(), num_rows, size, largest.data_ptr(), places.data_ptr(), finite.data_ptr()
+        )
+        return largest, places, finite
+
     def row_stride(self, dtype: torch.dtype, num_inputs: int) -> int:
         """Elements from one row to the next that a product's input needs: zeros from its end up to there."""
         return int(self._compiled.kvrelay_row_stride(native.DTYPES[dtype], num_inputs))

@@ -223,6 +223,7 @@ def declare(compiled: ctypes.CDLL) -> None:
             None,
             [c_void_p, c_int, POINTER(Form), c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
         ),
+        ("kvrelay_scan", None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p]),
         ("kvrelay_run", c_int, [c_void_p, POINTER(Op), c_int64, POINTER(Batch)]),
     )
     for name, result, arguments in signatures:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "batch.h"
 #include "team.h"
@@ -212,6 +213,28 @@ void run_pointwise(Member& member, const Pointwise& op, int64_t num_rows) {
       }
       store<E>(out + i, y, count);
     });
+  });
+}
+
+// Each row's largest element, the first place that has it, and whether all are finite. `largest` is that of no NaN.
+inline void run_scan(Member& member, const float* x, int64_t num_rows, int64_t size, float* largest, int64_t* place,
+                     uint8_t* finite) {
+  member.share(num_rows, [&](int64_t row) {
+    const float* from = x + row * size;
+    f32x16 most = splat(-std::numeric_limits<float>::infinity());
+    i32x16 broken = {};
+    for_vectors(size, [&](int64_t i, int count) {
+      f32x16 values = load<Float>(from + i, count);
+      const f32x16 magnitude = values < 0.f ? -values : values;
+      broken |= ~(magnitude <= std::numeric_limits<float>::max());
+      for (int lane = count; lane < kLanes; ++lane) values[lane] = most[lane];
+      most = max(values, most);
+    });
+    int any = 0;
+    for (int lane = 0; lane < kLanes; ++lane) any |= broken[lane];
+    largest[row] = kvrelay::largest(most);
+    place[row] = std::find(from, from + size, largest[row]) - from;
+    finite[row] = !any;
   });
 }
 

@@ -266,3 +266,23 @@ def test_a_nan_in_one_sequence_reaches_no_other(kernels: Kernels) -> None:
     assert torch.equal(spoiled[0], clean[0])
     assert spoiled[1].isnan().all()
     assert torch.equal(spoiled[2], clean[2])
+
+
+# --- scanning logits --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 331, 4097])
+def test_a_scan_finds_the_first_of_the_largest_and_whatever_is_not_finite(kernels: Kernels, size: int) -> None:
+    x = torch.randn(9, size).round()  # full of equals
+    x[3] = -torch.inf
+    x[4, size // 2] = torch.inf
+    x[5, -1] = torch.nan
+    x[6] = torch.finfo(torch.float32).max
+    largest, places, finite = kernels.scan(x)
+    assert finite.tolist() == [True, True, True, False, False, False, True, True, True]
+    for row in (0, 1, 2, 3, 4, 6, 7, 8):
+        assert largest[row] == x[row].max()
+        assert places[row] == (x[row] == x[row].max()).nonzero()[0, 0]
+    for rows in (slice(0, 1), slice(2, 5)):
+        for together, alone in zip((largest, places, finite), kernels.scan(x[rows]), strict=True):
+            assert torch.equal(together[rows], alone)
