@@ -16,7 +16,8 @@ class UpConfig(EngineConfig):
     """Starts a router, prefill nodes and decode nodes on this machine, as processes that end with this one."""
 
     threads: int = 0
-    """CPU threads of each node; 0: the cores that this process may run on, divided among the nodes."""
+    """CPU threads of each node; 0: the cores that this process may run on, divided among the decode nodes, and again
+    among the prefill nodes, which step back for the decode nodes (`--nice 19`)."""
     prefill: int = 1
     """Number of prefill nodes; 0: the decode nodes compute prompts as well."""
     decode: int = 1

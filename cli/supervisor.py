@@ -28,6 +28,7 @@ RPC_TIMEOUT_S = 5.0
 KILL_AFTER_S = 5.0  # on top of the drain's own time
 _KEPT_LOG_BYTES = 16 * 1024
 _SHOWN_LOG_LINES = 12
+_STEPPING_BACK = 19  # niceness: all the way
 
 
 class RoleEnded(KvrelayError):
@@ -237,17 +238,23 @@ def router_arguments(config: UpConfig, port: int) -> list[str]:
 
 def node_arguments(config: UpConfig, router: str, num_cores: int) -> list[tuple[str, list[str]]]:
     """Each node's name and command line, the prefill nodes first."""
-    names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
-    shares = [config.threads] * len(names) if config.threads else divide_cores(num_cores, len(names))
     common = [*engine_flags(config), "--router", router, "--drain-timeout-s", str(config.drain_timeout_s)]
-    return [
-        (name, [name.split("-")[0], "--name", name, "--threads", str(threads), *common])
-        for name, threads in zip(names, shares, strict=True)
-    ]
+    told = []
+    for role, count in (("prefill", config.prefill), ("decode", config.decode)):
+        shares = [config.threads] * count if config.threads else divide_cores(num_cores, count)
+        # Over the same cores as the decode nodes, whose steps come first.
+        steps_back = ["--nice", str(_STEPPING_BACK)] if role == "prefill" and not config.threads | config.nice else []
+        for i, threads in enumerate(shares):
+            name = f"{role}-{i}"
+            told.append((name, [role, "--name", name, "--threads", str(threads), *steps_back, *common]))
+    return told
 
 
 def divide_cores(num_cores: int, num_nodes: int) -> list[int]:
-    """Threads of each node: as even as can be, the first ones get what is left over, and nobody less than one."""
+    """Threads of each of some nodes, which may be none: as even as can be, the first ones get what is left over, and
+    nobody less than one."""
+    if not num_nodes:
+        return []
     share, rest = divmod(num_cores, num_nodes)
     return [max(1, share + (i < rest)) for i in range(num_nodes)]
 

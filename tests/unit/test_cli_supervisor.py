@@ -30,7 +30,7 @@ E = NodeView(role="decode", epoch="e", name="decode-1", address="127.0.0.1:3", s
 
 @pytest.mark.parametrize(
     ("num_cores", "num_nodes", "shares"),
-    [(2, 2, [1, 1]), (8, 2, [4, 4]), (3, 2, [2, 1]), (1, 3, [1, 1, 1]), (7, 3, [3, 2, 2]), (4, 1, [4])],
+    [(2, 2, [1, 1]), (8, 2, [4, 4]), (3, 2, [2, 1]), (1, 3, [1, 1, 1]), (7, 3, [3, 2, 2]), (4, 1, [4]), (4, 0, [])],
 )
 def test_cores_are_divided_evenly_and_nobody_gets_none(num_cores: int, num_nodes: int, shares: list[int]) -> None:
     assert divide_cores(num_cores, num_nodes) == shares
@@ -45,13 +45,22 @@ def test_nodes_are_told_what_up_was_told() -> None:
     shared |= {"num_blocks": 9, "router": ("127.0.0.1:7070",), "drain_timeout_s": 5.0}
     assert [name for name, _ in (prefill, decode, other)] == ["prefill-0", "decode-0", "decode-1"]
     assert [arguments[0] for _, arguments in (prefill, decode, other)] == ["prefill", "decode", "decode"]
-    assert tyro.cli(PrefillConfig, args=prefill[1][1:]) == PrefillConfig(name="prefill-0", threads=2, **shared)
-    assert tyro.cli(DecodeConfig, args=decode[1][1:]) == DecodeConfig(name="decode-0", threads=1, **shared)
+    assert tyro.cli(PrefillConfig, args=prefill[1][1:]) == PrefillConfig(name="prefill-0", threads=4, nice=19, **shared)
+    assert tyro.cli(DecodeConfig, args=decode[1][1:]) == DecodeConfig(name="decode-0", threads=2, **shared)
 
 
 def test_threads_that_are_given_hold_for_each_node() -> None:
-    told = node_arguments(UpConfig(threads=3), "127.0.0.1:7070", num_cores=64)
-    assert [tyro.cli(DecodeConfig, args=told[-1][1][1:]).threads] == [3]
+    prefill, decode = node_arguments(UpConfig(threads=3), "127.0.0.1:7070", num_cores=64)
+    assert tyro.cli(DecodeConfig, args=decode[1][1:]).threads == 3
+    told = tyro.cli(PrefillConfig, args=prefill[1][1:])
+    assert (told.threads, told.nice) == (3, 0)
+
+
+def test_a_niceness_that_is_given_is_every_node_s() -> None:
+    for role, (_, arguments) in zip(
+        (PrefillConfig, DecodeConfig), node_arguments(UpConfig(nice=5), "127.0.0.1:7070", num_cores=2), strict=True
+    ):
+        assert tyro.cli(role, args=arguments[1:]).nice == 5
 
 
 def test_the_engine_s_defaults_are_not_repeated() -> None:
