@@ -109,6 +109,8 @@ class RouterLink:
                 if not self._stopped:
                     reason = detail or type(error).__name__
                     log.warning("router_lost", extra=fields(router=self.address, reason=reason))
+            except Exception:  # the root of a link: it fails this stream, and the next one is tried
+                log.exception("link_failed", extra=fields(router=self.address))
             self._lose()
             if not self._stopped:
                 await asyncio.sleep(pause_s)
@@ -193,7 +195,7 @@ class RouterLink:
                 num_blocks=mine.num_blocks,
                 max_num_seqs=mine.max_num_seqs,
             )
-            await stream.write(node_pb2.NodeMessage(register=register))
+            await _write(stream, node_pb2.NodeMessage(register=register))
             answer = await self._read(stream)
         if not secret.verify(mine.cluster_secret, answer.registered.proof, "router", *said):
             raise Unauthenticated(f"router {self.address} did not prove that it knows the cluster secret")
@@ -231,7 +233,7 @@ class RouterLink:
 
     async def _write_all(self, stream: Stream) -> None:
         while True:
-            await stream.write(await self._outbox.get())
+            await _write(stream, await self._outbox.get())
             self._outbox.task_done()
 
     async def _keep_lease(self) -> None:
@@ -282,3 +284,11 @@ class RouterLink:
         for key in keys:
             self._events.on_cancel(key)
         self._events.on_peers(self, ())
+
+
+async def _write(stream: Stream, message: node_pb2.NodeMessage) -> None:
+    """Raises: Unavailable, or AioRpcError, if the stream has ended."""
+    try:
+        await stream.write(message)
+    except asyncio.InvalidStateError as error:  # gRPC's word for a stream that ended before the call
+        raise Unavailable("the stream has ended") from error

@@ -18,7 +18,7 @@ from support.tiny_tokenizers import byte_level, write_model_folder
 from kvrelay.proto import inference_pb2 as pb
 
 V, L = byte_level().get_vocab_size(), 128
-DEADLINE_S = 1.0  # ten times what a busy machine needs; bench/bad_input.py has the figures
+DEADLINE_S = 10.0  # bench/bad_input.py has the figures: gRPC alone takes up to 0.7 s for a body over the limit
 NAN, INF = math.nan, math.inf
 GENERATE, TOKENIZE, DETOKENIZE = (f"/kvrelay.v1.Inference/{name}" for name in ("Generate", "Tokenize", "Detokenize"))
 TEMPLATE = (
@@ -37,7 +37,7 @@ async def router(tmp_path: Path) -> AsyncIterator[Harness]:
 
 async def failure(router: Harness, body: bytes, method: str = GENERATE) -> tuple[str, str]:
     """The code and the words with which a call ends, in time."""
-    call = router.channel.unary_stream(method)(body, timeout=10)
+    call = router.channel.unary_stream(method)(body, timeout=20)
     began = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
