@@ -134,7 +134,8 @@ async def test_under_overload_each_is_served_right_or_told_why_not(
             group.create_task(customer.come(cluster.channel, prompts[customer.index]))
     codes = Counter(customer.code.name for customer in customers)
     print(codes, sorted(hint for customer in customers for hint in customer.hints_ms)[::20])
-    assert codes.keys() == {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
+    assert codes.keys() <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}
+    assert min(codes["OK"], codes["RESOURCE_EXHAUSTED"]) > 0  # on a fast machine nobody runs out of time
     for customer in customers:
         assert customer.tokens == expected[customer.index][: len(customer.tokens)]
         assert len(customer.tokens) == MAX_TOKENS or customer.code is not OK
