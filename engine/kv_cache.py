@@ -7,7 +7,6 @@ there. Host memory takes no page before it is used: many a node never swaps, and
 of the time of computing that KV again.
 """
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -22,8 +21,8 @@ from torch import Tensor
 from kvrelay.engine.config import EngineConfig, parse_size
 from kvrelay.engine.errors import ConfigError
 from kvrelay.engine.kv_layout import KVLayout
+from kvrelay.kernels.memory import map_memory
 
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; on an older kernel pages come at their first use
 _POPULATE_BYTES = 16 * 2**20  # a call: the wait of a close, and of whoever else changes the address space meanwhile
 
@@ -97,12 +96,9 @@ class KVCache:
 def _map(num_bytes: int, purpose: str) -> mmap.mmap:
     """Fresh memory. Raises: ConfigError if there is not that much."""
     try:
-        memory = mmap.mmap(-1, num_bytes, flags=_PRIVATE)
+        return map_memory(num_bytes)  # attention reads two KiB here and there: each of another small page
     except (OSError, OverflowError) as error:
         raise ConfigError(f"no memory for {purpose}, {num_bytes} bytes: {error}") from error
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)  # attention reads two KiB here and there: each of another small page
-    return memory
 
 
 def num_blocks_for(config: EngineConfig, layout: KVLayout) -> int:

@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvrelay import __version__
 from kvrelay.engine import model_store, process, secret
@@ -25,6 +26,9 @@ from kvrelay.node.found_blocks import FoundBlocks
 from kvrelay.node.link import NodeIdentity, RouterLink
 from kvrelay.node.report import Snapshot, Start
 from kvrelay.node.server import NodeServer
+
+if TYPE_CHECKING:
+    from kvrelay.engine.model_runner import ModelRunner  # and with it torch, which a process loads when it is set up
 
 log = get_logger(__name__)
 
@@ -72,42 +76,7 @@ def run_node(config: NodeConfig, role: Role) -> int:
     from kvrelay.engine.model_runner import ModelRunner  # torch takes seconds, and the variables above come first
 
     runner = ModelRunner.load(info, config)
-
-    def build(wake: Callable[[], None], on_report: OnReport) -> tuple[NodeCore, str]:
-        return role.build(
-            NodeParts(
-                info=info,
-                executor=runner,
-                epoch=epoch,
-                name=name,
-                cluster_secret=cluster_secret,
-                advertise=config.advertise or config.bind,
-                clock=MonotonicClock(),
-                wake=wake,
-                on_report=on_report,
-            )
-        )
-
-    def identify(grpc_port: int, connector_address: str) -> NodeIdentity:
-        return NodeIdentity(
-            role=role.name,
-            epoch=epoch,
-            name=name,
-            version=__version__,
-            model=info.name,
-            model_fingerprint=info.fingerprint,
-            quantization=config.quantization,
-            vocab_size=info.vocab_size,
-            kv_layout=runner.layout,
-            max_model_len=min(runner.max_model_len, runner.num_blocks * runner.layout.block_size),
-            num_blocks=runner.num_blocks,
-            max_num_seqs=config.max_num_seqs,
-            grpc_address=f"{config.advertise or config.bind}:{grpc_port}",
-            connector_address=connector_address,
-            cluster_secret=cluster_secret,
-        )
-
-    return asyncio.run(_NodeProcess(config, role, epoch, name).serve(build, identify))
+    return asyncio.run(_NodeProcess(config, role, epoch, name).serve(info, runner, cluster_secret))
 
 
 class _NodeProcess:
@@ -124,23 +93,20 @@ class _NodeProcess:
         self._peers: dict[str, tuple[Peer, ...]] = {}  # by router address
         self._found_blocks = FoundBlocks()
 
-    async def serve(
-        self,
-        build: Callable[[Callable[[], None], OnReport], tuple[NodeCore, str]],
-        identify: Callable[[int, str], NodeIdentity],
-    ) -> int:
+    async def serve(self, info: ModelInfo, runner: "ModelRunner", cluster_secret: str) -> int:
         """Serve until a signal, a router's Drain or the engine's death."""
         self._loop = asyncio.get_running_loop()
         self._stop = process.stop_on_signals()
         self._reported = asyncio.Event()
         self._died = False
-        self._core, connector_address = build(self._engine.wake, self._on_report_from_engine)
+        self._core, connector_address = self._build(info, runner, cluster_secret)
         self._snapshot = self._core.snapshot()
         self._engine.start(self._core)
         server = NodeServer(self._role.name, self._epoch, self._name, self._statistics)
         running: list[asyncio.Task[None]] = []
         try:
-            identity = identify(await server.start(self._config.bind, self._config.port), connector_address)
+            grpc_port = await server.start(self._config.bind, self._config.port)
+            identity = self._identify(info, runner, cluster_secret, grpc_port, connector_address)
             log.info("listening", extra=fields(grpc=identity.grpc_address, connector=connector_address or "-"))
             self._links = tuple(RouterLink(address, identity, self) for address in self._config.router)
             running = [asyncio.create_task(link.run()) for link in self._links]
@@ -152,6 +118,43 @@ class _NodeProcess:
             await asyncio.to_thread(self._engine.stop, CLOSE_TIMEOUT_S)
             await server.stop()
         return 1 if self._died else 0
+
+    def _build(self, info: ModelInfo, runner: "ModelRunner", cluster_secret: str) -> tuple[NodeCore, str]:
+        return self._role.build(
+            NodeParts(
+                info=info,
+                executor=runner,
+                epoch=self._epoch,
+                name=self._name,
+                cluster_secret=cluster_secret,
+                advertise=self._config.advertise or self._config.bind,
+                clock=MonotonicClock(),
+                wake=self._engine.wake,
+                on_report=self._on_report_from_engine,
+            )
+        )
+
+    def _identify(
+        self, info: ModelInfo, runner: "ModelRunner", cluster_secret: str, grpc_port: int, connector_address: str
+    ) -> NodeIdentity:
+        config = self._config
+        return NodeIdentity(
+            role=self._role.name,
+            epoch=self._epoch,
+            name=self._name,
+            version=__version__,
+            model=info.name,
+            model_fingerprint=info.fingerprint,
+            quantization=config.quantization,
+            vocab_size=info.vocab_size,
+            kv_layout=runner.layout,
+            max_model_len=min(runner.max_model_len, runner.num_blocks * runner.layout.block_size),
+            num_blocks=runner.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            grpc_address=f"{config.advertise or config.bind}:{grpc_port}",
+            connector_address=connector_address,
+            cluster_secret=cluster_secret,
+        )
 
     async def _serve_until_stopped(self, identity: NodeIdentity) -> None:
         stopping = asyncio.create_task(self._stop.wait())

@@ -87,9 +87,9 @@ class _Operations:
     def close(self) -> None:
         self._program = program(self._ops)
 
-    def buffer(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    def buffer(self, size: int) -> Tensor:
         """Zeroed rows of so many elements, each as long as a product's input has to be."""
-        rows = torch.zeros(self.max_rows, self._machine.row_stride(self.dtype, size), dtype=dtype or self.dtype)
+        rows = torch.zeros(self.max_rows, self._machine.row_stride(self.dtype, size), dtype=self.dtype)
         self._kept.append(rows)
         return rows
 

@@ -9,7 +9,7 @@
 
 namespace kvrelay {
 
-enum OpKind : int32_t { kEmbed, kTurns, kNorm, kLinear, kRotate, kCache, kAttention, kPointwise };
+enum OpKind : int32_t { kEmbed, kTurns, kNorm, kLinear, kRotate, kAttention, kPointwise };
 enum Dtype : int32_t { kFloat32, kBFloat16 };
 
 struct Op {

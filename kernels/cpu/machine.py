@@ -1,6 +1,5 @@
 """A team of threads that runs programs: lists of operations over buffers, one call for all of them."""
 
-import contextlib
 import ctypes
 import mmap
 import weakref
@@ -13,6 +12,7 @@ from kvrelay.kernels.base import QuantisedWeight
 from kvrelay.kernels.cpu import native
 from kvrelay.kernels.cpu.build import load
 from kvrelay.kernels.cpu.native import Batch, Op
+from kvrelay.kernels.memory import map_memory
 
 _CHUNK_BYTES = 64 * 2**20  # what is not used of it takes no memory
 _ALIGNMENT = 64
@@ -28,9 +28,7 @@ class _WeightMemory:
     def take(self, num_bytes: int) -> Tensor:
         """Zeroed bytes, which live for as long as somebody has them or others of their chunk."""
         if self._chunk is None or self._used + num_bytes > len(self._chunk):
-            self._chunk = mmap.mmap(-1, max(_CHUNK_BYTES, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._chunk.madvise(mmap.MADV_HUGEPAGE)
+            self._chunk = map_memory(max(_CHUNK_BYTES, num_bytes))
             self._used = 0
         taken = torch.frombuffer(self._chunk, dtype=torch.uint8, count=num_bytes, offset=self._used)
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

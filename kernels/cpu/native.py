@@ -13,7 +13,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu2": 4}
 
 # Kinds of operations.
-EMBED, TURNS, NORM, LINEAR, ROTATE, CACHE, ATTENTION, POINTWISE = range(8)
+EMBED, TURNS, NORM, LINEAR, ROTATE, ATTENTION, POINTWISE = range(7)
 # What becomes of a product.
 STORE, ADD, GATE, STORE_FLOAT = range(4)
 # Kinds of Pointwise.

@@ -6,15 +6,14 @@ Shapes: T tokens, H heads, K KV heads, D head dim, C input and O output features
 """
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from typing import cast
 
 import pytest
 import torch
 from support.attention import Shape, Texts
-from support.kernel_sets import CPU_BUILDS, KERNEL_SETS, KernelSet
+from support.kernel_sets import CPU_BUILDS, KERNEL_SETS, KernelSet, num_threads
 from torch import Tensor
 
 from kvrelay.kernels.base import Activation, Kernels
@@ -41,16 +40,6 @@ def kernels(kernel_set: KernelSet) -> Kernels:
 def draw(request: pytest.FixtureRequest) -> random.Random:
     torch.manual_seed(request.param)
     return random.Random(request.param)
-
-
-@contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def tolerance_of(dtype: torch.dtype, float32: float = 2e-5) -> dict[str, float]:

@@ -3,15 +3,14 @@
 Shapes: T tokens, S sequences, H heads, K KV heads, D head dim, N blocks, B block size, C input and O output features.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise, product
 from typing import cast
 
 import pytest
 import torch
 from support.attention import Shape, Texts
-from support.kernel_sets import KERNEL_SETS, KernelSet
+from support.kernel_sets import KERNEL_SETS, KernelSet, num_threads
 from torch import Tensor
 
 from kvrelay.kernels.base import Activation, Kernels
@@ -32,16 +31,6 @@ def kernels(kernel_set: KernelSet) -> Kernels:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(1234)
-
-
-@contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def assert_same_bits_anywhere(kernel_set: KernelSet, compute: Callable[[slice], Tensor]) -> Tensor:

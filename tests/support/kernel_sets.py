@@ -1,7 +1,8 @@
 """Every set of kernels that the tests hold to the same rules."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -85,3 +86,13 @@ CPU_BUILDS = (
     _for("skylake-avx512", _AVX2 | _AVX512),
     _for("cooperlake", _AVX2 | _AVX512 | {"avx512_vnni", "avx512_bf16"}),
 )
+
+
+@contextmanager
+def num_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

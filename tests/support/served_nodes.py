@@ -11,18 +11,15 @@ from typing import Any
 from support.oracle import engine_config
 from support.router_harness import Harness, wait_until
 
-from kvrelay import __version__
 from kvrelay.decode_node import main as decode_main
 from kvrelay.decode_node.config import DecodeConfig
 from kvrelay.engine.block_hash import short_name
 from kvrelay.engine.block_pool import BlockPool
-from kvrelay.engine.clock import MonotonicClock
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.secret import new_epoch
-from kvrelay.node.core import NodeCore, OnReport
-from kvrelay.node.link import NodeIdentity
-from kvrelay.node.main import NodeParts, Role, _NodeProcess
+from kvrelay.node.core import NodeCore
+from kvrelay.node.main import Role, _NodeProcess
 from kvrelay.node.report import Snapshot
 from kvrelay.prefill_node import main as prefill_main
 from kvrelay.prefill_node.config import PrefillConfig
@@ -52,7 +49,7 @@ class ServedNode:
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator["ServedNode"]:
         """Registered with every router that is there; drained at the end."""
-        task = asyncio.create_task(self._process.serve(self._build, self._identify))
+        task = asyncio.create_task(self._process.serve(self._info, self._runner, ""))
         try:
             await wait_until(lambda: any(link.registered.is_set() for link in self._process._links))
             yield self
@@ -61,6 +58,10 @@ class ServedNode:
             async with asyncio.timeout(WAIT_S):
                 assert await task == 0
             self._runner.close()
+
+    @property
+    def core(self) -> NodeCore:
+        return self._process._core
 
     @property
     def pool(self) -> BlockPool:
@@ -85,41 +86,6 @@ class ServedNode:
             yield
         finally:
             go_on.set()
-
-    def _build(self, wake: Any, on_report: OnReport) -> tuple[NodeCore, str]:
-        self.core, address = self._role.build(
-            NodeParts(
-                info=self._info,
-                executor=self._runner,
-                epoch=self.epoch,
-                name=self.name,
-                cluster_secret="",
-                advertise="127.0.0.1",
-                clock=MonotonicClock(),
-                wake=wake,
-                on_report=on_report,
-            )
-        )
-        return self.core, address
-
-    def _identify(self, grpc_port: int, connector_address: str) -> NodeIdentity:
-        return NodeIdentity(
-            role=self._role.name,
-            epoch=self.epoch,
-            name=self.name,
-            version=__version__,
-            model=self._info.name,
-            model_fingerprint=self._info.fingerprint,
-            quantization="none",
-            vocab_size=self._info.vocab_size,
-            kv_layout=self._runner.layout,
-            max_model_len=self._runner.max_model_len,
-            num_blocks=self._runner.num_blocks,
-            max_num_seqs=self._process._config.max_num_seqs,
-            grpc_address=f"127.0.0.1:{grpc_port}",
-            connector_address=connector_address,
-            cluster_secret="",
-        )
 
 
 class Cluster:
