@@ -7,7 +7,7 @@ from typing import Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from kvrelay.cli.bench_workload import parse_lengths
-from kvrelay.engine.config import EngineConfig, check_port, parse_size
+from kvrelay.engine.config import EngineConfig, KvTransport, check_port, parse_size
 from kvrelay.engine.errors import ConfigError
 
 
@@ -22,6 +22,8 @@ class UpConfig(EngineConfig):
     """Number of prefill nodes; 0: the decode nodes compute prompts as well."""
     decode: int = 1
     """Number of decode nodes."""
+    kv_transport: KvTransport = "auto"
+    """What moves KV between the nodes; auto: the fastest that they have."""
     port: int = 0
     """Port of the router's gRPC; 0: 7070, or any free one where that is taken."""
     drain_timeout_s: float = 5.0

@@ -203,7 +203,7 @@ class ConnectorStatistics:
     """A snapshot for /metrics and Stats."""
 
     states: dict[str, int]  # live transfers by state
-    sessions: tuple[str, ...]
+    sessions: dict[str, str]  # open ones: the peer's epoch, and the transport that moves bytes
     num_landed: int = 0  # delivered, on P
     num_failed: int = 0
     num_bytes: int = 0

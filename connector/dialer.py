@@ -6,6 +6,7 @@ All callbacks come on the loop's thread.
 """
 
 from collections import deque
+from collections.abc import Collection
 from functools import partial
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import Body, Endpoint, Envelope, Hello, HelloProof, Ping, TransferMessage
 from kvrelay.connector.session import HANDSHAKE_S, LOST_AFTER_S, PING_S, Identity, Session
 from kvrelay.connector.sockets import Monitored, dealer
+from kvrelay.connector.transport.base import Writer
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import InvalidArgument, KvrelayError, Unavailable
 from kvrelay.engine.log import fields, get_logger
@@ -53,7 +55,7 @@ class Dialer:
         clock: Clock,
         context: "zmq.Context[zmq.Socket[bytes]]",
         identity: Identity,
-        transports: tuple[str, ...],
+        writers: Collection[Writer],
         peer_epoch: str,
         address: str,
         idle_sessions: "deque[bytes]",
@@ -65,7 +67,7 @@ class Dialer:
         self._clock = clock
         self._context = context
         self._identity = identity
-        self._transports = transports
+        self._writers = writers
         self._address = address
         self._events = events
         self._idle_sessions = idle_sessions  # shared with the sender, which appends to it
@@ -200,7 +202,7 @@ class Dialer:
             self._end(error.message)
             return
         rules.check_answer(self._identity, self.peer_epoch, self._hello, theirs)
-        endpoint = rules.choose_endpoint(self._transports, theirs.endpoints)
+        endpoint = rules.choose_endpoint(self._writers, theirs.endpoints)
         nonce = rules.session_nonce(self._hello, theirs)
         self._pending = self._new_session(nonce, endpoint)
         proof = rules.prove_prefill(self._identity.secret, self._hello, theirs)

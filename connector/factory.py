@@ -1,5 +1,7 @@
 """Makes the two halves from plain values: which transports there are is decided here and nowhere else."""
 
+from collections.abc import Callable
+
 from kvrelay.connector.base import WakeUp
 from kvrelay.connector.receiver import Receiver
 from kvrelay.connector.sender import Sender
@@ -8,6 +10,7 @@ from kvrelay.connector.transport.base import Reader, Region, Writer
 from kvrelay.connector.transport.inproc import InprocHub, InprocReader, InprocWriter
 from kvrelay.connector.transport.zmq import ZmqReader, ZmqWriter
 from kvrelay.engine.clock import Clock, MonotonicClock
+from kvrelay.engine.config import KvTransport
 from kvrelay.engine.kv_layout import KVLayout
 
 
@@ -22,11 +25,16 @@ def make_sender(
     clock: Clock | None = None,
     hub: InprocHub | None = None,
     quantization: str = "none",
+    transport: KvTransport = "auto",
 ) -> Sender:
-    """P's half over `region`, P's pool as bytes. With a hub, D's on the same hub are reached through it."""
+    """P's half over `region`, P's pool as bytes. With a hub, D's on the same hub are reached through it.
+
+    `transport`: the only one to use; auto: the first in order of preference that a D offers and that reaches it.
+    """
     clock = clock or MonotonicClock()
     _check_region(region, layout)
-    writers: list[Writer] = [ZmqWriter(region, clock)]
+    makers: dict[str, Callable[[], Writer]] = {"zmq": lambda: ZmqWriter(region, clock)}  # the preferred one first
+    writers = [make() for name, make in makers.items() if transport in ("auto", name)]
     if hub is not None:
         writers.insert(0, InprocWriter(hub, region))
     identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, quantization=quantization, secret=secret)
@@ -48,14 +56,18 @@ def make_receiver(
     clock: Clock | None = None,
     hub: InprocHub | None = None,
     quantization: str = "none",
+    transport: KvTransport = "auto",
 ) -> Receiver:
     """D's half over `region`, D's pool as bytes; listens when it returns. Ports of 0: any free ones.
+
+    `transport`: the only one to offer; auto: all.
 
     Raises: ConfigError if an address cannot be bound.
     """
     clock = clock or MonotonicClock()
     _check_region(region, layout)
-    readers: list[Reader] = [ZmqReader(region, clock, bind, data_port, advertise)]
+    makers: dict[str, Callable[[], Reader]] = {"zmq": lambda: ZmqReader(region, clock, bind, data_port, advertise)}
+    readers = [make() for name, make in makers.items() if transport in ("auto", name)]
     if hub is not None:
         readers.append(InprocReader(hub, epoch, region))
     identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, quantization=quantization, secret=secret)

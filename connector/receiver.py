@@ -174,7 +174,7 @@ class Receiver:
         with self._lock:
             return ConnectorStatistics(
                 states=self._transfers.states(),
-                sessions=tuple(sorted(self._peers)),
+                sessions={epoch: peer.session.endpoint.name for epoch, peer in self._peers.items()},
                 num_landed=self._transfers.num_landed,
                 num_failed=self._transfers.num_failed,
                 num_bytes=self._transfers.num_bytes,

@@ -75,7 +75,7 @@ class Sender:
                 self._clock,
                 self._context,
                 self._identity,
-                tuple(self._writers),
+                self._writers.values(),
                 peer_epoch,
                 address,
                 self._idle_sessions_of(peer_epoch),
@@ -134,7 +134,9 @@ class Sender:
         with self._lock:
             return ConnectorStatistics(
                 states=self._transfers.states(),
-                sessions=tuple(sorted(epoch for epoch, peer in self._peers.items() if peer.session is not None)),
+                sessions={
+                    epoch: peer.session.endpoint.name for epoch, peer in self._peers.items() if peer.session is not None
+                },
                 num_landed=self._transfers.num_delivered,
                 num_failed=self._transfers.num_failed,
                 num_bytes=self._transfers.num_bytes,

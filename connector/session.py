@@ -4,10 +4,11 @@ HELLO (P) -> HELLO (D, with its proof) -> HELLO_PROOF (P) -> PING (D): open. Eac
 together name the session, so that neither side can be led back into an old one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvrelay.connector.messages import PROTOCOL_VERSION, Body, Endpoint, Hello, Refusal
+from kvrelay.connector.transport.base import Writer
 from kvrelay.engine.errors import (
     KvrelayError,
     PreconditionFailed,
@@ -122,16 +123,19 @@ def check_answer(ours: Identity, peer_epoch: str, p_hello: Hello, d_hello: Hello
     check_decode_proof(ours.secret, p_hello, d_hello)
 
 
-def choose_endpoint(preferred: tuple[str, ...], offered: tuple[Endpoint, ...]) -> Endpoint:
-    """The first transport of ours that D offers too.
+def choose_endpoint(preferred: Iterable[Writer], offered: tuple[Endpoint, ...]) -> Endpoint:
+    """The first transport of ours that D offers too, and that reaches it.
 
     Raises: PreconditionFailed.
     """
+    names = {writer.name: writer for writer in preferred}
     by_name = {endpoint.name: endpoint for endpoint in offered}
-    for name in preferred:
-        if name in by_name:
+    for name, writer in names.items():
+        if name in by_name and writer.reaches(by_name[name].address):
             return by_name[name]
-    raise PreconditionFailed(f"transports differ: {preferred!r} here, {tuple(by_name)!r} on the peer")
+    raise PreconditionFailed(
+        f"transports differ: {tuple(names)!r} here, {tuple(by_name)!r} on the peer, or none that is on both reaches it"
+    )
 
 
 def as_refusal(error: KvrelayError) -> Refusal:

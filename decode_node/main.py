@@ -31,6 +31,7 @@ def _build(config: DecodeConfig, parts: NodeParts) -> tuple[NodeCore, str]:
         advertise=parts.advertise,
         control_port=config.control_port,
         data_port=config.data_port,
+        transport=config.kv_transport,
         clock=parts.clock,
     )
     engine = Engine(scheduler, executor, parts.info.eos_token_ids, parts.clock)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvrelay.engine.config import EngineConfig, check_advertise, check_port
+from kvrelay.engine.config import EngineConfig, KvTransport, check_advertise, check_port
 from kvrelay.engine.errors import ConfigError
 
 
@@ -22,6 +22,8 @@ class NodeConfig(EngineConfig):
     """Name in logs and statistics; empty: the role and a part of its epoch."""
     insecure: bool = False
     """Allow a bind beyond loopback without a cluster secret."""
+    kv_transport: KvTransport = "auto"
+    """What moves KV between nodes; auto: the fastest that both nodes have and that reaches the other."""
     drain_timeout_s: float = 30.0
     """How long requests may still run after SIGTERM."""
     log_json: bool = False

@@ -33,6 +33,7 @@ def _build(config: PrefillConfig, parts: NodeParts) -> tuple[NodeCore, str]:
         secret=parts.cluster_secret,
         wake_up=parts.wake,
         clock=parts.clock,
+        transport=config.kv_transport,
     )
     engine = Engine(scheduler, executor, parts.info.eos_token_ids, parts.clock, hands_over=True)
     return PrefillNode(engine, sender, parts.clock, parts.on_report, kv_digests=config.kv_digests), ""

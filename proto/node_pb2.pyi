@@ -294,6 +294,13 @@ class TransferStats(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SessionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     STATES_FIELD_NUMBER: _ClassVar[int]
     NUM_LANDED_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
@@ -303,8 +310,8 @@ class TransferStats(_message.Message):
     num_landed: int
     num_failed: int
     num_bytes: int
-    sessions: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, states: _Optional[_Mapping[str, int]] = ..., num_landed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_bytes: _Optional[int] = ..., sessions: _Optional[_Iterable[str]] = ...) -> None: ...
+    sessions: _containers.ScalarMap[str, str]
+    def __init__(self, states: _Optional[_Mapping[str, int]] = ..., num_landed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_bytes: _Optional[int] = ..., sessions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SwapStats(_message.Message):
     __slots__ = ("num_host_blocks", "num_free_host_blocks", "num_swapped", "num_swapped_out", "num_swapped_in")

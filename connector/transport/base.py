@@ -61,6 +61,10 @@ class Writer(Protocol):
     @property
     def name(self) -> str: ...
 
+    def reaches(self, address: str) -> bool:
+        """Whether D's endpoint can be reached from here at all: shared memory only by the same user of the same host.
+        Asked once a session, on the connector's thread: it waits for nothing."""
+
     def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> Link:
         """A link for one session. What fails later is told by `write_failed`."""
 

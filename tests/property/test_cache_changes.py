@@ -122,7 +122,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert take_change(self.pool) is None
 
     def send(self, router: Router, change: CacheChange | None) -> None:
-        transfers = ConnectorStatistics(states={}, sessions=())
+        transfers = ConnectorStatistics(states={}, sessions={})
         snapshot = Snapshot(blocks=self.pool.counts(), load=Load(), transfers=transfers)
         for message in wire.write_step((), snapshot, change):
             cache = message.step.cache

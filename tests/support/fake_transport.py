@@ -64,6 +64,9 @@ class FakeWriter:
         self.network = network
         self.region = region
 
+    def reaches(self, address):
+        return True
+
     def connect(self, session_nonce, address, events):
         link = FakeLink(self.network, self.region, session_nonce, events)
         self.network.links.append(link)

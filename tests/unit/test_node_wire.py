@@ -18,7 +18,7 @@ V = 100
 SNAPSHOT = Snapshot(
     blocks=BlockCounts(9, 4, 3, 2, 0),
     load=Load(num_free_blocks=7),
-    transfers=ConnectorStatistics(states={}, sessions=()),
+    transfers=ConnectorStatistics(states={}, sessions={"p": "zmq"}),
 )
 
 

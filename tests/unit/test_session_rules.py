@@ -1,6 +1,6 @@
 """Who fits whom, and the proofs: without sockets."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -70,10 +70,23 @@ def test_a_proof_of_another_talk_is_worth_nothing(proof):
         rules.check_prefill_proof("s", proof, P_HELLO, answer())
 
 
-def test_the_first_transport_that_both_have_is_chosen():
+@dataclass(frozen=True)
+class Preference:
+    """Of a writer, what the choice asks for."""
+
+    name: str
+    reached: tuple[str, ...] = ("s", "z")
+
+    def reaches(self, address):
+        return address in self.reached
+
+
+def test_the_first_transport_that_both_have_and_that_reaches_the_peer_is_chosen():
     offered = (Endpoint("zmq", "z"), Endpoint("shm", "s"))
-    assert rules.choose_endpoint(("shm", "zmq"), offered).address == "s"
-    assert rules.choose_endpoint(("inproc", "zmq"), offered).address == "z"
-    with pytest.raises(KvrelayError) as refused:
-        rules.choose_endpoint(("inproc",), offered)
-    assert "transports differ" in refused.value.message
+    assert rules.choose_endpoint((Preference("shm"), Preference("zmq")), offered).address == "s"
+    assert rules.choose_endpoint((Preference("shm", ()), Preference("zmq")), offered).address == "z"
+    assert rules.choose_endpoint((Preference("inproc"), Preference("zmq")), offered).address == "z"
+    for preferred in ((Preference("inproc"),), (Preference("shm", ()),)):
+        with pytest.raises(KvrelayError) as refused:
+            rules.choose_endpoint(preferred, offered)
+        assert "transports differ" in refused.value.message
