@@ -63,6 +63,18 @@ def kvrelay(folder: Path) -> Side:
     return Side(name="kvrelay", python=sys.executable, model="smollm2", log=folder / "kvrelay.log")
 
 
+@contextlib.contextmanager
+def kvrelay_up(side: Side, flags: Sequence[str]) -> Iterator[str]:
+    """A router with its nodes, until the end of the block. Returns: its address."""
+    command = [side.python, "-m", "kvrelay.cli", "up", "--model", side.model, *flags]
+    with started(side, command, stdout=subprocess.PIPE) as up:
+        assert up.stdout is not None
+        line = up.stdout.readline()
+        if not line.startswith("ready:"):
+            raise SystemExit(f"kvrelay up did not start: {side.log}")
+        yield line.split(" at ")[1].split()[0]
+
+
 def peer(name: str, folder: Path, cores: list[int]) -> Side:
     """A peer that setup.sh has made. It may use these cores."""
     venv = folder / name

@@ -12,12 +12,11 @@ import os
 import secrets
 import shlex
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,18 +58,6 @@ class Options:
     """Where setup.sh put vLLM."""
     json: str = ""
     """File for all figures as JSON; -: standard output, and the table goes to standard error."""
-
-
-@contextmanager
-def kvrelay_up(side: peers.Side, flags: Sequence[str]) -> Iterator[str]:
-    """A router with its nodes, until the end of the block. Returns: its address."""
-    command = [side.python, "-m", "kvrelay.cli", "up", "--model", side.model, *flags]
-    with peers.started(side, command, stdout=subprocess.PIPE) as up:
-        assert up.stdout is not None
-        line = up.stdout.readline()
-        if not line.startswith("ready:"):
-            raise SystemExit(f"kvrelay up did not start: {side.log}")
-        yield line.split(" at ")[1].split()[0]
 
 
 @contextmanager
@@ -162,7 +149,7 @@ def main() -> None:
     folder, cores = Path(options.folder), sorted(os.sched_getaffinity(0))
     place = report.machine()
     theirs, ours = peers.peer("vllm", folder, cores), peers.kvrelay(folder)
-    with vllm_serve(theirs) as vllm, kvrelay_up(ours, shlex.split(options.up)) as router:
+    with vllm_serve(theirs) as vllm, peers.kvrelay_up(ours, shlex.split(options.up)) as router:
         found = asyncio.run(run(options, router, vllm))
     rows = {
         load: {server: [asdict(summary) for summary in summaries] for server, summaries in by_server.items()}
