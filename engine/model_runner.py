@@ -38,7 +38,7 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._kernels = kernels
-        self._sampler = Sampler(eos_token_ids, kernels.scan)
+        self._sampler = Sampler(eos_token_ids, kernels)
 
     @classmethod
     def load(cls, info: ModelInfo, config: EngineConfig) -> "ModelRunner":
@@ -150,7 +150,7 @@ class ModelRunner:
             piece = slice(start, start + _PROMPT_ROWS)
             logits = self._model.logits(hidden[rows[piece]])
             token_ids, num_likeliest = zip(*wanted[piece], strict=True)
-            for found in token_logprobs(logits, [(token_id,) for token_id in token_ids], num_likeliest):
+            for found in token_logprobs(logits, [(token_id,) for token_id in token_ids], num_likeliest, self._kernels):
                 yield None if found is None else found[0]
 
     def close(self) -> None:

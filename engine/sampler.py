@@ -16,7 +16,7 @@ Shapes: S rows that sample, V vocabulary.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
 from itertools import repeat
 from operator import eq
@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.errors import Internal, KvrelayError
-from kvrelay.engine.logprobs import NOT_FINITE, likeliest, token_logprobs, weigh
+from kvrelay.engine.logprobs import NOT_FINITE, token_logprobs
 from kvrelay.engine.request import Logprobs, SamplingParams
 from kvrelay.engine.step import Sampled
+from kvrelay.kernels.base import Draw, Kernels
 from kvrelay.kernels.reference import ReferenceKernels
 
 GREEDY_TEMPERATURE = 1e-5  # below it scores would overflow; the distribution is one token's long before
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 _MASK_64 = 2**64 - 1
-_USUALLY_ENOUGH = 1024  # of the likeliest tokens to hold top_p; sorting all takes twenty times as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,43 +57,47 @@ class SampleRow:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
-Scan = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
-
-
 class Sampler:
     """Samples for a model whose end-of-sequence ids are known."""
 
-    def __init__(self, eos_token_ids: Seq[int], scan: Scan | None = None) -> None:
-        """`scan`: that of the kernels in use (`kernels/base.py`); None: the reference's."""
+    def __init__(self, eos_token_ids: Seq[int], kernels: Kernels | None = None) -> None:
+        """`kernels`: those in use; None: the reference's."""
         self._eos_token_ids = tuple(eos_token_ids)
-        self._scan = scan or ReferenceKernels().scan
+        self._kernels = kernels or ReferenceKernels()
 
     def sample(self, logits_SV: Tensor, rows: Seq[SampleRow]) -> list[tuple[Sampled, ...] | KvrelayError]:
         """A token for each of each row's choices, or the error that is that row's alone.
 
         May change `logits_SV`, which is float32.
         """
-        largest, greedy, finite = (column.tolist() for column in self._scan(logits_SV))
+        largest, greedy, finite = (column.tolist() for column in self._kernels.scan(logits_SV))
         asked = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
         raw_logits = logits_SV.index_select(0, _tensor(list(asked), logits_SV))  # a copy
         changing = [i for i, row in enumerate(rows) if row.sampling.changes_logits]
         for i in changing:
             self.process(logits_SV[i], rows[i])
         if changing:
-            largest, greedy, _ = (column.tolist() for column in self._scan(logits_SV))
+            largest, greedy, _ = (column.tolist() for column in self._kernels.scan(logits_SV))
+        draws = [
+            _draw(i, row)
+            for i, row in enumerate(rows)
+            if finite[i] and math.isfinite(largest[i]) and not _is_greedy(row.sampling)
+        ]
+        drawn = iter(self._kernels.draw(logits_SV, draws))
         chosen: list[list[int] | KvrelayError] = []
         for i, row in enumerate(rows):
             if not finite[i]:
                 chosen.append(Internal(NOT_FINITE))
             elif not math.isfinite(largest[i]):
                 chosen.append(Internal("the sampling parameters leave no token to choose"))
-            elif not row.sampling.temperature >= GREEDY_TEMPERATURE:
+            elif _is_greedy(row.sampling):
                 chosen.append([greedy[i]] * len(row.choices))
             else:
-                numbers = [uniform(row.sampling.seed, choice, row.position) for choice in row.choices]
-                chosen.append(draw(distribution(logits_SV[i], row.sampling), numbers))
+                chosen.append(next(drawn))
         tokens = [() if isinstance(row, KvrelayError) else row for row in (chosen[i] for i in asked)]
-        logprobs = dict(zip(asked, token_logprobs(raw_logits, tokens, list(asked.values())), strict=True))
+        logprobs = dict(
+            zip(asked, token_logprobs(raw_logits, tokens, list(asked.values()), self._kernels), strict=True)
+        )
         return [_result(row, logprobs.get(i)) for i, row in enumerate(chosen)]
 
     def process(self, logits_V: Tensor, row: SampleRow) -> None:
@@ -135,44 +139,14 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def distribution(logits_V: Tensor, sampling: SamplingParams) -> Tensor:
-    """What a row's tokens are drawn from, by its processed logits: a weight, int64, for each token.
-
-    The largest logit is finite, and the temperature is not greedy. Of what min_p leaves top_k keeps the likeliest, of
-    those top_p the fewest that hold its share; of equals the lower ids.
-    """
-    scores = (logits_V - logits_V.max()) / sampling.temperature
-    weights = weigh(scores)
-    if sampling.min_p > 0:
-        weights.masked_fill_(scores < math.log(sampling.min_p), 0)
-    if sampling.top_k:
-        num_left = int(weights.count_nonzero())
-        weights = _only(weights, likeliest(scores[None], min(sampling.top_k, num_left))[0])
-    if sampling.top_p < 1:
-        weights = _only(weights, _fewest_that_hold(scores, weights, sampling.top_p))
-    return weights
+def _is_greedy(sampling: SamplingParams) -> bool:
+    return not sampling.temperature >= GREEDY_TEMPERATURE
 
 
-def draw(weights_V: Tensor, numbers: Seq[float]) -> list[int]:
-    """The token at each of some numbers in [0, 1), which say how far into all the weight, in the order of the ids."""
-    cumulative = weights_V.cumsum(0)
-    total = int(cumulative[-1])
-    targets = _tensor([int(number * total) for number in numbers], cumulative)
-    return torch.searchsorted(cumulative, targets, right=True).tolist()
-
-
-def _only(weights_V: Tensor, ids: Tensor) -> Tensor:
-    return torch.zeros_like(weights_V).scatter_(0, ids, weights_V[ids])
-
-
-def _fewest_that_hold(scores_V: Tensor, weights_V: Tensor, top_p: float) -> Tensor:
-    """The ids that have top_p of the weight, the likeliest first."""
-    total, num_left = int(weights_V.sum()), int(weights_V.count_nonzero())
-    enough = math.ceil(top_p * total)
-    ids = likeliest(scores_V[None], min(_USUALLY_ENOUGH, num_left))[0]
-    if int(weights_V[ids].sum()) < enough:
-        ids = scores_V.argsort(descending=True, stable=True)[:num_left]
-    return ids[: 1 + int((weights_V[ids].cumsum(0) < enough).sum())]
+def _draw(index: int, row: SampleRow) -> Draw:
+    sampling = row.sampling
+    numbers = [uniform(sampling.seed, choice, row.position) for choice in row.choices]
+    return Draw(index, numbers, sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p)
 
 
 def _result(

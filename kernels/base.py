@@ -4,14 +4,18 @@ Every implementation computes the same functions as `reference`, within its dtyp
 them to it. Kernels import nothing of kvrelay and know no model, no request and no scheduler.
 
 Shapes: T tokens of a batch (rows), S sequences, H heads, K KV heads, D head dim, R pairs turned (at most D / 2), N
-blocks of the pool, B tokens a block, M block table entries, C input features, O output features, G groups of inputs.
+blocks of the pool, B tokens a block, M block table entries, C input features, O output features, G groups of inputs, V
+vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+_SMALLEST_FLOAT32 = 2.0**-126  # of full precision
 
 # x times the logistic function of x; x times the normal distribution's (exactly, and by tanh); max(x, 0) squared.
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
@@ -77,6 +81,23 @@ class AttentionBatch:
     block_tables: Tensor  # [S, M]
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Tokens to draw from one row of logits, by what `sampling.distribution` keeps of them."""
+
+    row: int
+    numbers: Sequence[float]  # in [0, 1), multiples of 2^-52: one a token
+    temperature: float = 1.0  # above 0
+    min_p: float = 0.0  # a token less likely than this times the likeliest is left out
+    top_k: int = 0  # of the others these are kept, the likeliest; 0: all
+    top_p: float = 1.0  # and of those the fewest that hold this share
+
+    @property
+    def scale(self) -> float:
+        """What differences of logits are multiplied by, in float32. Never 0, which would make a NaN of a -inf."""
+        return max(1 / self.temperature, _SMALLEST_FLOAT32)
+
+
 class Kernels(Protocol):
     """The operations a decoder is made of. None keeps state; all but `reshape_and_cache` return new tensors."""
 
@@ -134,3 +155,15 @@ class Kernels(Protocol):
     def scan(self, logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row of floats, one at least: its largest [R], the first place that has it [R], int64, and whether all
         are finite [R]. Largest and place mean nothing where one is NaN."""
+
+    def draw(self, logits_RV: Tensor, draws: Sequence[Draw]) -> list[list[int]]:
+        """The tokens of each draw, to the bit those of `sampling.draw`. A row may be drawn from more than once.
+
+        Each such row's largest logit is finite, and none is NaN.
+        """
+
+    def total_weights(self, logits_RV: Tensor) -> Tensor:
+        """The sum of each row's weights at temperature 1 [R], int64: those of `sampling.weigh`, to the bit."""
+
+    def likeliest(self, logits_RV: Tensor, count: int) -> Tensor:
+        """Ids [R, count] of each row's largest logits, the largest first; of equals the lower id first. None is NaN."""

@@ -18,14 +18,15 @@ tests/conformance checks all of this on the machine at hand. Across kinds of CPU
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvrelay.kernels.base import Activation, AttentionBatch, PackedWeight, QuantisedWeight
+from kvrelay.kernels import sampling
+from kvrelay.kernels.base import Activation, AttentionBatch, Draw, PackedWeight, QuantisedWeight
 
 ROWS = 16
 COLUMNS = 64
@@ -121,6 +122,15 @@ class ReferenceKernels:
         largest = logits_RV.gather(-1, places[:, None])[:, 0]
         # The extremes tell, in a tenth of the time of `isfinite` over all.
         return largest, places, logits_RV.amin(-1).isfinite() & logits_RV.amax(-1).isfinite()
+
+    def draw(self, logits_RV: Tensor, draws: Sequence[Draw]) -> list[list[int]]:
+        return [sampling.draw(sampling.distribution(logits_RV[draw.row], draw), draw.numbers) for draw in draws]
+
+    def total_weights(self, logits_RV: Tensor) -> Tensor:
+        return sampling.weigh(logits_RV - logits_RV.amax(-1, keepdim=True)).sum(-1)
+
+    def likeliest(self, logits_RV: Tensor, count: int) -> Tensor:
+        return sampling.likeliest(logits_RV, count)
 
 
 def _silu(x: Tensor) -> Tensor:

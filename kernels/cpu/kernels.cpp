@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "rows.h"
+#include "sampling.h"
 
 namespace kvrelay {
 
@@ -124,6 +125,20 @@ void kvrelay_pack_quantised(Machine* machine, int dtype, const Form* form, const
 void kvrelay_scan(Machine* machine, const float* x, int64_t num_rows, int64_t size, float* largest, int64_t* place,
                   uint8_t* finite) {
   machine->team.run([=](Member& member) { run_scan(member, x, num_rows, size, largest, place, finite); });
+}
+
+void kvrelay_draw(Machine* machine, const float* logits, int64_t size, const Draw* draws, int64_t num_draws,
+                  const double* numbers, int64_t* ids) {
+  machine->team.run([=](Member& member) { run_draws(member, logits, size, draws, num_draws, numbers, ids); });
+}
+
+void kvrelay_total_weights(Machine* machine, const float* logits, int64_t num_rows, int64_t size, int64_t* totals) {
+  machine->team.run([=](Member& member) { run_total_weights(member, logits, num_rows, size, totals); });
+}
+
+void kvrelay_likeliest(Machine* machine, const float* logits, int64_t num_rows, int64_t size, int64_t count,
+                       int64_t* ids) {
+  machine->team.run([=](Member& member) { run_likeliest(member, logits, num_rows, size, count, ids); });
 }
 
 // Returns: 0, or -1 for a slot outside the pool, with nothing written.

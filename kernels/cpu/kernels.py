@@ -4,10 +4,12 @@ A model that knows its operations in advance runs them as one program instead (`
 base.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.base import Activation, AttentionBatch, PackedWeight, QuantisedWeight
+from kvrelay.kernels.base import Activation, AttentionBatch, Draw, PackedWeight, QuantisedWeight
 from kvrelay.kernels.cpu import native
 from kvrelay.kernels.cpu.machine import Machine, program
 from kvrelay.kernels.cpu.native import Attention, Batch, Cache, Details, Linear, Norm, Pointwise, Pool, Rotate
@@ -146,6 +148,15 @@ class CpuKernels:
 
     def scan(self, logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.machine.scan(logits_RV.contiguous())
+
+    def draw(self, logits_RV: Tensor, draws: Sequence[Draw]) -> list[list[int]]:
+        return self.machine.draw(logits_RV.contiguous(), draws)
+
+    def total_weights(self, logits_RV: Tensor) -> Tensor:
+        return self.machine.total_weights(logits_RV.contiguous())
+
+    def likeliest(self, logits_RV: Tensor, count: int) -> Tensor:
+        return self.machine.likeliest(logits_RV.contiguous(), count)
 
     def _norm(
         self, x_TC: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, eps: float, *, is_layer_norm: bool

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.base import QuantisedWeight
+from kvrelay.kernels.base import Draw, QuantisedWeight
 from kvrelay.kernels.cpu import native
 from kvrelay.kernels.cpu.build import load
 from kvrelay.kernels.cpu.native import Batch, Op
@@ -70,6 +70,42 @@ class Machine:
             self._machine, x_RV.data_ptr(), num_rows, size, largest.data_ptr(), places.data_ptr(), finite.data_ptr()
         )
         return largest, places, finite
+
+    def draw(self, logits_RV: Tensor, draws: Sequence[Draw]) -> list[list[int]]:
+        """The tokens that some draws from contiguous logits give."""
+        numbers = [number for draw in draws for number in draw.numbers]
+        ids = torch.empty(len(numbers), dtype=torch.int64)
+        told, first = (native.Draw * len(draws))(), 0
+        for to, draw in zip(told, draws, strict=True):
+            to.row, to.scale, to.min_p, to.top_p, to.top_k = draw.row, draw.scale, draw.min_p, draw.top_p, draw.top_k
+            to.first, to.count = first, len(draw.numbers)
+            first += len(draw.numbers)
+        self._compiled.kvrelay_draw(
+            self._machine,
+            logits_RV.data_ptr(),
+            logits_RV.shape[1],
+            told,
+            len(draws),
+            (ctypes.c_double * len(numbers))(*numbers),
+            ids.data_ptr(),
+        )
+        drawn = ids.tolist()
+        return [drawn[to.first : to.first + to.count] for to in told]
+
+    def total_weights(self, logits_RV: Tensor) -> Tensor:
+        """What each row of contiguous logits weighs."""
+        num_rows, size = logits_RV.shape
+        totals = logits_RV.new_empty(num_rows, dtype=torch.int64)
+        self._compiled.kvrelay_total_weights(self._machine, logits_RV.data_ptr(), num_rows, size, totals.data_ptr())
+        return totals
+
+    def likeliest(self, logits_RV: Tensor, count: int) -> Tensor:
+        """The ids of the largest of each row of contiguous logits, in their order."""
+        num_rows, size = logits_RV.shape
+        ids = logits_RV.new_empty(num_rows, count, dtype=torch.int64)
+        if count:
+            self._compiled.kvrelay_likeliest(self._machine, logits_RV.data_ptr(), num_rows, size, count, ids.data_ptr())
+        return ids
 
     def row_stride(self, dtype: torch.dtype, num_inputs: int) -> int:
         """Elements from one row to the next that a product's input needs: zeros from its end up to there."""

@@ -1,7 +1,7 @@
 """The compiled kernels' structs and functions, as ctypes: field by field those of the C++ files beside this one."""
 
 import ctypes
-from ctypes import POINTER, Structure, Union, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, Union, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
 import torch
 
@@ -171,6 +171,18 @@ class Pointwise(Structure):
     ]
 
 
+class Draw(Structure):
+    _fields_ = [
+        ("row", c_int64),
+        ("scale", c_float),
+        ("min_p", c_double),
+        ("top_p", c_double),
+        ("top_k", c_int64),
+        ("first", c_int64),
+        ("count", c_int64),
+    ]
+
+
 class _Details(Union):
     _fields_ = [
         ("embed", Embed),
@@ -224,6 +236,9 @@ def declare(compiled: ctypes.CDLL) -> None:
             [c_void_p, c_int, POINTER(Form), c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p],
         ),
         ("kvrelay_scan", None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p]),
+        ("kvrelay_draw", None, [c_void_p, c_void_p, c_int64, POINTER(Draw), c_int64, POINTER(c_double), c_void_p]),
+        ("kvrelay_total_weights", None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
+        ("kvrelay_likeliest", None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]),
         ("kvrelay_run", c_int, [c_void_p, POINTER(Op), c_int64, POINTER(Batch)]),
     )
     for name, result, arguments in signatures:

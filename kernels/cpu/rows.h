@@ -221,19 +221,29 @@ inline void run_scan(Member& member, const float* x, int64_t num_rows, int64_t s
                      uint8_t* finite) {
   member.share(num_rows, [&](int64_t row) {
     const float* from = x + row * size;
-    f32x16 most = splat(-std::numeric_limits<float>::infinity());
+    constexpr int64_t kPiece = 1024;
+    float found = -std::numeric_limits<float>::infinity();
+    int64_t piece = 0;  // the first that has it
     i32x16 broken = {};
-    for_vectors(size, [&](int64_t i, int count) {
-      f32x16 values = load<Float>(from + i, count);
-      const f32x16 magnitude = values < 0.f ? -values : values;
-      broken |= ~(magnitude <= std::numeric_limits<float>::max());
-      for (int lane = count; lane < kLanes; ++lane) values[lane] = most[lane];
-      most = max(values, most);
-    });
+    for (int64_t start = 0; start < size; start += kPiece) {
+      f32x16 most = splat(found);
+      for_vectors(std::min(kPiece, size - start), [&](int64_t i, int count) {
+        f32x16 values = load<Float>(from + start + i, count);
+        const f32x16 magnitude = values < 0.f ? -values : values;
+        broken |= ~(magnitude <= std::numeric_limits<float>::max());
+        for (int lane = count; lane < kLanes; ++lane) values[lane] = most[lane];
+        most = max(values, most);
+      });
+      const float of_piece = kvrelay::largest(most);
+      if (of_piece > found) {
+        found = of_piece;
+        piece = start;
+      }
+    }
     int any = 0;
     for (int lane = 0; lane < kLanes; ++lane) any |= broken[lane];
-    largest[row] = kvrelay::largest(most);
-    place[row] = std::find(from, from + size, largest[row]) - from;
+    largest[row] = found;
+    place[row] = std::find(from + piece, from + size, found) - from;
     finite[row] = !any;
   });
 }

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sampler import Sampler, SampleRow, distribution
+from kvrelay.engine.sampler import Sampler, SampleRow
+from kvrelay.kernels.sampling import distribution
 
 V, NUM_PROMPT = 50, 6
 EOS = (7, 31)
@@ -37,7 +38,7 @@ def processed(logits: torch.Tensor, token_ids: list[int], **sampling: Any) -> to
 def probabilities(logits: torch.Tensor, **sampling: Any) -> torch.Tensor:
     """What a token is drawn from; the float64 reference must agree."""
     params = SamplingParams(max_tokens=9, seed=0, **sampling)
-    weights = distribution(logits, params).double()
+    weights = distribution(logits, oracle.draw_by(params)).double()
     found = weights / weights.sum()
     expected = oracle.probabilities(logits.double().numpy(), params)
     assert ((found > 1e-12).numpy() == (expected > 1e-12)).all()

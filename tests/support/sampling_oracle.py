@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.request import SamplingParams
 from kvrelay.engine.sampler import SampleRow
+from kvrelay.kernels.base import Draw
 
 Floats = NDArray[np.float64]
 
@@ -102,3 +103,8 @@ def probabilities(logits: Floats, sampling: SamplingParams, slack: float = 0.0) 
             else:
                 held += p[token_id]
     return p / p.sum()
+
+
+def draw_by(sampling: SamplingParams) -> Draw:
+    """A draw of nothing, by a request's parameters: what `kernels/sampling.py` makes a distribution of."""
+    return Draw(0, (), sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p)

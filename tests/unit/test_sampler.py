@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.sampling_oracle import log_softmax, probabilities
+from support.sampling_oracle import draw_by, log_softmax, probabilities
 
 from kvrelay.engine.errors import Internal, KvrelayError
 from kvrelay.engine.request import SamplingParams
-from kvrelay.engine.sampler import Sampler, SampleRow, distribution, draw, splitmix64, uniform
+from kvrelay.engine.sampler import Sampler, SampleRow, splitmix64, uniform
 from kvrelay.engine.step import Sampled
+from kvrelay.kernels.sampling import distribution, draw
 
 EOS = 7
 
@@ -222,7 +223,7 @@ def test_top_p_finds_the_same_tokens_among_few_as_among_many() -> None:
     for top_p in (0.01, 0.3, 0.8, 0.99):
         params = SamplingParams(max_tokens=9, seed=1, top_p=top_p)
         expected = probabilities(logits.double().numpy(), params)
-        weights = distribution(logits, params)
+        weights = distribution(logits, draw_by(params))
         assert (weights > 0).tolist() == (expected > 0).tolist()
 
 
