@@ -216,7 +216,7 @@ def loaded(config: EngineConfig, seed: int = 0) -> Iterator[tuple[Setup, Rig]]:
         torch=torch.__version__,
         dtype=runner.layout.dtype,
         kernels=runner.kernels_name,
-        num_threads=torch.get_num_threads(),
+        num_threads=runner.num_threads,
         num_blocks=runner.num_blocks,
     )
     rig = Rig(

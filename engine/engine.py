@@ -119,6 +119,8 @@ class Engine:
 
     def _swap(self, applied: Applied) -> tuple[Scheduled, ...]:
         """Copy KV to host memory, then back. Returns: what is to be computed; not where the KV did not come back."""
+        if not applied.swap_outs and not applied.swap_ins:
+            return applied.scheduled
         for swap in applied.swap_outs:
             self._copy(self.executor.swap_out, swap)
         lost = set()

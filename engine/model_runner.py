@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Iterator, Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvrelay.engine.batch import build_batch, prompt_positions
+from kvrelay.engine.batch import ForwardBatch, build_batch, prompt_positions
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.errors import ConfigError, Internal, KvrelayError, ModelError
 from kvrelay.engine.kv_cache import KVCache, num_blocks_for, num_host_blocks_for
@@ -16,6 +17,7 @@ from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.logprobs import NOT_FINITE, token_logprobs
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.models.base import Model
+from kvrelay.engine.models.compiled import CompiledDecoder
 from kvrelay.engine.models.registry import load_model
 from kvrelay.engine.request import Logprobs, Sequence
 from kvrelay.engine.sampler import Sampler, SampleRow
@@ -32,17 +34,30 @@ class ModelRunner:
     """The one-worker `Executor`: model, KV pool and sampler in the calling thread."""
 
     def __init__(
-        self, model: Model, cache: KVCache, kernels: Kernels, *, eos_token_ids: Seq[int], max_model_len: int
+        self,
+        model: Model,
+        cache: KVCache,
+        kernels: Kernels,
+        *,
+        eos_token_ids: Seq[int],
+        max_model_len: int,
+        num_threads: int,
     ) -> None:
         self.max_model_len = max_model_len
+        self.num_threads = num_threads  # that compute
         self._model = model
         self._cache = cache
         self._kernels = kernels
         self._sampler = Sampler(eos_token_ids, kernels)
+        # Compiled code leaves nothing for torch to note down, and to enter the mode takes 40 us of a step.
+        self._mode: AbstractContextManager[None] = (
+            nullcontext() if isinstance(model, CompiledDecoder) else torch.inference_mode()
+        )
 
     @classmethod
     def load(cls, info: ModelInfo, config: EngineConfig) -> "ModelRunner":
-        """Load a model and make its KV pool. Sets torch's number of threads, which is the process's.
+        """Load a model and make its KV pool. Sets torch's number of threads, which is the process's: one, where
+        compiled kernels run all of the model.
 
         Raises: ModelError, ConfigError.
         """
@@ -52,10 +67,14 @@ class ModelRunner:
         if config.device != "cpu":
             raise ConfigError(f"device = {config.device}: this version computes on the CPU only")
         device = torch.device(config.device)
-        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        num_threads = config.threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(num_threads)
         dtype = _dtype(info, config)
         kernels = get_kernels(device, config.kernels, config.nice)
         model = load_model(info, getattr(torch, dtype), kernels, device, config.model_impl, config.quantization)
+        if isinstance(model, CompiledDecoder):
+            model.reserve(config.max_num_batched_tokens, max(config.max_num_seqs, _PROMPT_ROWS))
+            torch.set_num_threads(1)  # the kernels have threads of their own; a second team would spin beside them
         layout = KVLayout(
             num_layers=model.num_layers,
             num_kv_heads=model.num_kv_heads,
@@ -72,12 +91,15 @@ class ModelRunner:
                 dtype=dtype,
                 quantization=config.quantization,
                 kernels=kernels.name,
-                num_threads=torch.get_num_threads(),
+                num_threads=num_threads,
                 num_kv_blocks=cache.num_blocks,
                 num_host_blocks=cache.num_host_blocks,
             ),
         )
-        return cls(model, cache, kernels, eos_token_ids=info.eos_token_ids, max_model_len=max_model_len)
+        eos_token_ids = info.eos_token_ids
+        return cls(
+            model, cache, kernels, eos_token_ids=eos_token_ids, max_model_len=max_model_len, num_threads=num_threads
+        )
 
     @property
     def layout(self) -> KVLayout:
@@ -117,29 +139,37 @@ class ModelRunner:
         """Zero a block's slots [first_slot, block_size), in every layer, keys and values."""
         self._cache.zero_slots(block_id, first_slot)
 
-    @torch.inference_mode()
     def execute(self, scheduled: Seq[Scheduled]) -> list[RowResult]:
         """Compute the tokens, write their KV, sample where a row reaches its end. Results in the order given."""
         if not scheduled:
             return []
+        with self._mode:
+            return self._execute(scheduled)
+
+    def _execute(self, scheduled: Seq[Scheduled]) -> list[RowResult]:
         batch = build_batch(scheduled, self.layout.block_size, self._kernels.row_multiple, self._cache.pool.device)
-        hidden = self._model.forward(batch, self._cache.pool)
-        sampled = iter(self._sample(hidden[batch.sample_rows], scheduled))
-        found = self._prompt_logprobs(hidden, batch.prompt_rows, scheduled)
-        results: list[RowResult] = []
-        for item in scheduled:
-            tokens = next(sampled) if item.samples else ()
-            prompt = [next(found) if position else Logprobs() for position in prompt_positions(item)]
-            results.append(_result(tokens, prompt))
-        return results
+        sampled: list[tuple[Sampled, ...] | KvrelayError] = []
+        if batch.num_sampled:
+            hidden, logits = self._model.run(batch, self._cache.pool)
+            rows = [_sample_row(item.sequence) for item in scheduled if item.samples]
+            sampled = self._sampler.sample(logits, rows)
+        else:
+            hidden = self._model.forward(batch, self._cache.pool)
+        found = self._prompt_logprobs(hidden, batch, scheduled)
+        tokens = iter(sampled)
+        return [
+            _result(
+                next(tokens) if item.samples else (),
+                [next(found) if position else Logprobs() for position in prompt_positions(item)],
+            )
+            for item in scheduled
+        ]
 
-    def _sample(self, hidden: Tensor, scheduled: Seq[Scheduled]) -> list[tuple[Sampled, ...] | KvrelayError]:
-        """The tokens of each item that samples."""
-        sample_rows = [_sample_row(item.sequence) for item in scheduled if item.samples]
-        return self._sampler.sample(self._model.logits(hidden), sample_rows) if sample_rows else []
-
-    def _prompt_logprobs(self, hidden: Tensor, rows: Tensor, scheduled: Seq[Scheduled]) -> Iterator[Logprobs | None]:
-        """How likely the prompt token after each of the rows was, a few rows at a time; None: logits not finite."""
+    def _prompt_logprobs(
+        self, hidden: Tensor, batch: ForwardBatch, scheduled: Seq[Scheduled]
+    ) -> Iterator[Logprobs | None]:
+        """How likely the prompt token after each of the prompt's rows was, a few rows at a time; None: logits not
+        finite."""
         wanted = [
             (item.sequence.token_ids[position], item.sequence.request.sampling.prompt_logprobs or 0)
             for item in scheduled
@@ -148,7 +178,7 @@ class ModelRunner:
         ]
         for start in range(0, len(wanted), _PROMPT_ROWS):
             piece = slice(start, start + _PROMPT_ROWS)
-            logits = self._model.logits(hidden[rows[piece]])
+            logits = self._model.logits(hidden[batch.prompt_rows[piece]])
             token_ids, num_likeliest = zip(*wanted[piece], strict=True)
             for found in token_logprobs(logits, [(token_id,) for token_id in token_ids], num_likeliest, self._kernels):
                 yield None if found is None else found[0]
@@ -165,6 +195,8 @@ def _sample_row(sequence: Sequence) -> SampleRow:
 def _result(sampled: tuple[Sampled, ...] | KvrelayError, prompt: Seq[Logprobs | None]) -> RowResult:
     if isinstance(sampled, KvrelayError):
         return sampled
+    if not prompt:
+        return Row(sampled)
     known = tuple(logprobs for logprobs in prompt if logprobs is not None)
     return Row(sampled, known) if len(known) == len(prompt) else Internal(NOT_FINITE)
 

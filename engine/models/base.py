@@ -31,5 +31,9 @@ class Model(Protocol):
     def forward(self, batch: ForwardBatch, pool_NL2KBD: Tensor) -> Tensor:
         """Hidden states [T, C] of the batch's tokens, whose keys and values are written into the pool."""
 
+    def run(self, batch: ForwardBatch, pool_NL2KBD: Tensor) -> tuple[Tensor, Tensor]:
+        """A step: hidden states as of `forward`, with what may be behind them, and the logits of the rows that sample,
+        one at least."""
+
     def logits(self, hidden_RC: Tensor) -> Tensor:
         """[R, V] in float32, of some rows of `forward`'s hidden states."""

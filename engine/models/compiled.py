@@ -1,14 +1,14 @@
 """A decoder as one program of the compiled kernels: what `decoder.py` does, in as few passes over memory as it takes.
 
-The operations of all layers are listed once, over buffers that every step uses again; a step is one call. Products are
-written where they belong: added to the residual stream, or gated and activated, without a pass of their own.
+The operations of all layers are listed once, over buffers that every step uses again; a step is one call, from token
+ids to the logits of the rows that sample. Products are written where they belong: added to the residual stream, or
+gated and activated, without a pass of their own.
 
     x ─ norm ─ [q k v] ─ rotate, cache ─ attention ─ product, added to x ─ norm ─ product, gated ─ product, added to x
 
 Shapes: see decoder.
 """
 
-import ctypes
 from collections.abc import Sequence as Seq
 
 import torch
@@ -36,38 +36,63 @@ class CompiledDecoder:
         self.vocab_size = decoder.vocab_size
         self._decoder = decoder
         self._machine = kernels.machine
-        self._trunk: _Trunk | None = None  # for as many rows as a step has had
-        self._head: _Head | None = None
+        self._told = Batch()  # of the step; its pool is described once
+        self._pool: Tensor | None = None
+        self.reserve(_LEAST_ROWS, _LEAST_ROWS)
+
+    def reserve(self, num_rows: int, num_sampled: int) -> None:
+        """Make room for steps of so many rows, of which so many sample. Memory is taken as rows are used; a step that
+        needs more room than there is makes it, which takes milliseconds."""
+        self._trunk = _Trunk(self._decoder, self._machine, num_rows)
+        self._make_head(num_sampled)
+
+    def _make_head(self, num_rows: int) -> None:
+        self._head = _Head(self._decoder, self._machine, num_rows)
+        self._program = program([*self._trunk.ops, self._head.pick(self._trunk.hidden), *self._head.ops])
 
     def forward(self, batch: ForwardBatch, pool_NL2KBD: Tensor) -> Tensor:
         """Hidden states [T, C] of the batch's tokens, whose keys and values are written into the pool. They are
         overwritten by the next call."""
-        num_rows, attention = len(batch.token_ids), batch.attention
-        if self._trunk is None or self._trunk.max_rows < num_rows:
-            self._trunk = _Trunk(self._decoder, self._machine, _room_for(num_rows))
-        told = Batch(
-            num_rows=num_rows,
-            num_sequences=len(attention.seq_lens),
-            token_ids=batch.token_ids.data_ptr(),
-            positions=batch.positions.data_ptr(),
-            slots=batch.slot_mapping.data_ptr(),
-            query_starts=attention.query_starts.data_ptr(),
-            seq_lens=attention.seq_lens.data_ptr(),
-            block_tables=attention.block_tables.data_ptr(),
-            table_width=attention.block_tables.shape[1],
-            pool=describe_pool(pool_NL2KBD[:, 0], layer_stride=pool_NL2KBD.stride(1)),
-        )
-        self._machine.run(self._trunk.program, told)
-        return self._trunk.hidden[:num_rows, : self._decoder.config.hidden_size]
+        self._run(batch, pool_NL2KBD, num_sampled=0)
+        return self._trunk.states[: batch.num_rows]
+
+    def run(self, batch: ForwardBatch, pool_NL2KBD: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states, the batch's first, and the logits [R, V] of the rows that sample, likewise overwritten."""
+        self._run(batch, pool_NL2KBD, batch.num_sampled)
+        return self._trunk.states, self._head.first_logits[batch.num_sampled]
 
     def logits(self, hidden_RC: Tensor) -> Tensor:
         """[R, V] in float32, of some rows of `forward`'s hidden states. They are overwritten by the next call."""
         num_rows = len(hidden_RC)
-        if self._head is None or self._head.max_rows < num_rows:
-            self._head = _Head(self._decoder, self._machine, _room_for(num_rows))
+        if self._head.max_rows < num_rows:
+            self._make_head(_room_for(num_rows))
         self._head.hidden[:num_rows, : hidden_RC.shape[1]] = hidden_RC
         self._machine.run(self._head.program, Batch(num_rows=num_rows))
-        return self._head.logits[:num_rows]
+        return self._head.first_logits[num_rows]
+
+    def _run(self, batch: ForwardBatch, pool_NL2KBD: Tensor, num_sampled: int) -> None:
+        num_rows = batch.num_rows
+        if self._trunk.max_rows < num_rows:
+            self.reserve(_room_for(num_rows), self._head.max_rows)
+        if self._head.max_rows < num_sampled:
+            self._make_head(_room_for(num_sampled))
+        told = self._told
+        if pool_NL2KBD is not self._pool:
+            told.pool = describe_pool(pool_NL2KBD[:, 0], layer_stride=pool_NL2KBD.stride(1))
+            self._pool = pool_NL2KBD
+        told.num_rows, told.num_sequences, told.num_picked = num_rows, batch.num_sequences, num_sampled
+        told.table_width = batch.table_width
+        (
+            told.token_ids,
+            told.positions,
+            told.slots,
+            told.query_starts,
+            told.seq_lens,
+            told.picked,
+            _,
+            told.block_tables,
+        ) = batch.addresses()
+        self._machine.run(self._program, told)
 
 
 class _Operations:
@@ -78,14 +103,7 @@ class _Operations:
         self.dtype = decoder.embedding.dtype
         self._machine = machine
         self._kept: list[object] = [decoder]  # what the operations point to
-        self._ops: list[native.Op] = []
-
-    @property
-    def program(self) -> ctypes.Array[native.Op]:
-        return self._program
-
-    def close(self) -> None:
-        self._program = program(self._ops)
+        self.ops: list[native.Op] = []
 
     def buffer(self, size: int) -> Tensor:
         """Zeroed rows of so many elements, each as long as a product's input has to be."""
@@ -100,7 +118,7 @@ class _Operations:
         return address(x)
 
     def add(self, details: Details) -> None:
-        self._ops.append(make_op(self.dtype, details))
+        self.ops.append(make_op(self.dtype, details))
 
     def norm(self, norm: Norm, x: Tensor, out: Tensor, num_groups: int = 1) -> None:
         self.add(
@@ -169,6 +187,7 @@ class _Trunk(_Operations):
         self._config = config = decoder.config
         self._query_size, self._kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.hidden = self.buffer(config.hidden_size)
+        self.states = self.hidden[:, : config.hidden_size]  # without the zeros at the rows' ends
         self._normed = self.buffer(config.hidden_size)
         self._qkv = self.buffer(self._query_size + 2 * self._kv_size)
         self._attended = self.buffer(self._query_size)
@@ -186,7 +205,6 @@ class _Trunk(_Operations):
         self._turns = [self._make_turns(rope) for rope in decoder.ropes]
         for i, layer in enumerate(decoder.layers):
             self._layer(i, layer)
-        self.close()
 
     def _make_turns(self, rope: Rope) -> tuple[Tensor, Tensor]:
         num_pairs = len(rope.frequencies)
@@ -307,13 +325,20 @@ class _Head(_Operations):
         config = decoder.config
         self.hidden = self.buffer(config.hidden_size)
         normed = self.buffer(config.hidden_size)
-        self.logits = torch.zeros(max_rows, config.vocab_size)
+        logits = torch.empty(max_rows, config.vocab_size)  # what no step uses takes no memory
+        self.first_logits = [logits[:num_rows] for num_rows in range(max_rows + 1)]  # a slice takes 10 us in a step
         self.norm(decoder.norm, self.hidden, normed)
-        self.product(normed, (decoder.head,), self.logits, native.STORE_FLOAT, scale=config.logit_scale)
+        self.product(normed, (decoder.head,), logits, native.STORE_FLOAT, scale=config.logit_scale)
         if config.logit_softcap:
             self.dtype = torch.float32
-            self.pointwise(self.logits, self.logits, config.vocab_size, native.SOFT_CAP, config.logit_softcap)
-        self.close()
+            self.pointwise(logits, logits, config.vocab_size, native.SOFT_CAP, config.logit_softcap)
+        self.program = program(self.ops)  # by itself: for rows that are put into `hidden`
+
+    def pick(self, hidden: Tensor) -> native.Op:
+        """Takes the rows that sample from the trunk's hidden states."""
+        size = hidden.stride(0)
+        pick = native.Pick(table=hidden.data_ptr(), out=self.hidden.data_ptr(), size=size, out_stride=size, scale=1.0)
+        return make_op(hidden.dtype, pick)
 
 
 def _room_for(num_rows: int) -> int:

@@ -68,6 +68,11 @@ class Decoder:
             x_TC = layer(x_TC, shared, pool_NL2KBD[:, i])
         return x_TC
 
+    def run(self, batch: ForwardBatch, pool_NL2KBD: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward`, and the logits of the rows that sample, one at least."""
+        hidden_TC = self.forward(batch, pool_NL2KBD)
+        return hidden_TC, self.logits(hidden_TC[batch.sample_rows])
+
     def logits(self, hidden_RC: Tensor) -> Tensor:
         """[R, V] in float32, of some rows of `forward`'s hidden states."""
         logits_RV = self.head(self.norm(hidden_RC)).float()

@@ -61,6 +61,11 @@ class FallbackModel:
         hidden_TC: Tensor = out.last_hidden_state[0]
         return hidden_TC
 
+    def run(self, batch: ForwardBatch, pool_NL2KBD: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward`, and the logits of the rows that sample, one at least."""
+        hidden_TC = self.forward(batch, pool_NL2KBD)
+        return hidden_TC, self.logits(hidden_TC[batch.sample_rows])
+
     def logits(self, hidden_RC: Tensor) -> Tensor:
         """[R, V] in float32, of some rows of `forward`'s hidden states."""
         num_rows = hidden_RC.shape[0]

@@ -17,7 +17,7 @@ struct Pool {
 };
 
 // Rows [query_starts[s], query_starts[s + 1]) are the last tokens of sequence s, which has seq_lens[s] with them. Rows
-// from query_starts[num_sequences] on are padding.
+// from query_starts[num_sequences] on are padding. Some rows may be picked, which the last operations are about alone.
 struct Batch {
   int64_t num_rows;
   int64_t num_sequences;
@@ -28,6 +28,8 @@ struct Batch {
   const int64_t* seq_lens;      // [num_sequences]
   const int64_t* block_tables;  // [num_sequences, table_width]
   int64_t table_width;
+  int64_t num_picked;
+  const int64_t* picked;  // [num_picked]: rows
   Pool pool;
 };
 

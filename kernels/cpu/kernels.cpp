@@ -10,7 +10,7 @@
 
 namespace kvrelay {
 
-enum OpKind : int32_t { kEmbed, kTurns, kNorm, kLinear, kRotate, kAttention, kPointwise };
+enum OpKind : int32_t { kEmbed, kTurns, kNorm, kLinear, kRotate, kAttention, kPointwise, kPick };
 enum Dtype : int32_t { kFloat32, kBFloat16 };
 
 struct Op {
@@ -42,19 +42,20 @@ struct Machine {
   Partials partials;
 };
 
+// `num_rows`: those that the operation is about.
 template <class E>
-void run_op(Member& member, const Op& op, const Batch& batch, Machine& machine) {
+void run_op(Member& member, const Op& op, const Batch& batch, int64_t num_rows, Machine& machine) {
   switch (op.kind) {
     case kEmbed:
-      return run_embed<E>(member, op.embed, batch.token_ids, batch.num_rows);
+      return run_embed<E>(member, op.embed, batch.token_ids, num_rows);
     case kTurns:
-      return run_turns(member, op.turns, batch.positions, batch.num_rows);
+      return run_turns(member, op.turns, batch.positions, num_rows);
     case kNorm:
-      return run_norm<E>(member, op.norm, batch.num_rows);
+      return run_norm<E>(member, op.norm, num_rows);
     case kLinear:
-      return run_linear<E>(member, op.linear, batch.num_rows, machine.team.num_threads());
+      return run_linear<E>(member, op.linear, num_rows, machine.team.num_threads());
     case kRotate:
-      return share_rows(member, batch.num_rows, [&](int64_t row) {
+      return share_rows(member, num_rows, [&](int64_t row) {
         rotate_row<E>(op.rotate.queries, row);
         rotate_row<E>(op.rotate.keys, row);
         if (op.rotate.caches) cache_row<E>(op.rotate.cache, batch.pool, batch.slots[row], row);
@@ -62,7 +63,9 @@ void run_op(Member& member, const Op& op, const Batch& batch, Machine& machine) 
     case kAttention:
       return run_attention<E>(member, op.attention, batch, machine.cut, machine.partials);
     case kPointwise:
-      return run_pointwise<E>(member, op.pointwise, batch.num_rows);
+      return run_pointwise<E>(member, op.pointwise, num_rows);
+    case kPick:  // rows of a table that is the rows so far
+      return run_embed<E>(member, op.embed, batch.picked, num_rows);
   }
 }
 
@@ -141,6 +144,7 @@ void kvrelay_likeliest(Machine* machine, const float* logits, int64_t num_rows, 
   machine->team.run([=](Member& member) { run_likeliest(member, logits, num_rows, size, count, ids); });
 }
 
+// The operations from a pick on are about the rows picked; where there are none, none of them is run.
 // Returns: 0, or -1 for a slot outside the pool, with nothing written.
 int kvrelay_run(Machine* machine, const Op* ops, int64_t num_ops, const Batch* batch) {
   const int64_t num_slots = batch->pool.num_blocks * batch->pool.block_size;
@@ -153,9 +157,13 @@ int kvrelay_run(Machine* machine, const Op* ops, int64_t num_ops, const Batch* b
     machine->partials.prepare(machine->cut, op.num_kv_heads, ceil_div(op.head_dim, kLanes) * kLanes);
   }
   machine->team.run([=](Member& member) {
-    for (const Op* op = ops; op != ops + num_ops; ++op)
-      op->dtype == kBFloat16 ? run_op<BFloat16>(member, *op, *batch, *machine)
-                             : run_op<Float>(member, *op, *batch, *machine);
+    int64_t num_rows = batch->num_rows;
+    for (const Op* op = ops; op != ops + num_ops; ++op) {
+      if (op->kind == kPick) num_rows = batch->num_picked;
+      if (num_rows == 0) break;
+      op->dtype == kBFloat16 ? run_op<BFloat16>(member, *op, *batch, num_rows, *machine)
+                             : run_op<Float>(member, *op, *batch, num_rows, *machine);
+    }
     Tiles<BFloat16>::release();
   });
   return 0;

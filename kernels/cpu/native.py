@@ -13,7 +13,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu2": 4}
 
 # Kinds of operations.
-EMBED, TURNS, NORM, LINEAR, ROTATE, ATTENTION, POINTWISE = range(7)
+EMBED, TURNS, NORM, LINEAR, ROTATE, ATTENTION, POINTWISE, PICK = range(8)
 # What becomes of a product.
 STORE, ADD, GATE, STORE_FLOAT = range(4)
 # Kinds of Pointwise.
@@ -43,6 +43,8 @@ class Batch(Structure):
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
         ("table_width", c_int64),
+        ("num_picked", c_int64),
+        ("picked", c_void_p),
         ("pool", Pool),
     ]
 
@@ -55,6 +57,12 @@ class Embed(Structure):
         ("out_stride", c_int64),
         ("scale", c_float),
     ]
+
+
+class Pick(Structure):
+    """The rows that a batch picks, of a table that is its rows so far: what follows is about those alone."""
+
+    _fields_ = Embed._fields_
 
 
 class Turns(Structure):
@@ -192,6 +200,7 @@ class _Details(Union):
         ("rotate", RotateAndCache),
         ("attention", Attention),
         ("pointwise", Pointwise),
+        ("pick", Pick),
     ]
 
 
@@ -201,7 +210,7 @@ class Op(Structure):
     _fields_ = [("kind", c_int32), ("dtype", c_int32), ("details", _Details)]
 
 
-Details = Embed | Turns | Norm | Linear | RotateAndCache | Attention | Pointwise
+Details = Embed | Turns | Norm | Linear | RotateAndCache | Attention | Pointwise | Pick
 
 _KINDS: dict[type[Details], tuple[int, str]] = {
     Embed: (EMBED, "embed"),
@@ -211,6 +220,7 @@ _KINDS: dict[type[Details], tuple[int, str]] = {
     RotateAndCache: (ROTATE, "rotate"),
     Attention: (ATTENTION, "attention"),
     Pointwise: (POINTWISE, "pointwise"),
+    Pick: (PICK, "pick"),
 }
 
 

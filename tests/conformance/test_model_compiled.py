@@ -78,6 +78,27 @@ def test_a_row_of_nan_leaves_no_trace_in_the_next_step(llama: Path) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # the second caps its logits
+def test_a_step_gives_the_logits_of_the_rows_that_sample(family: str, dtype: str, tmp_path: Path) -> None:
+    make_model(tmp_path, family)
+    teacher = Teacher(tmp_path, dtype=dtype)
+    for lengths in ((5,), (1, 1, 1), (30, 1, 7), (2,) * 20, (1,)):  # more rows than there is room for at first
+        sequences = [make_sequence(random_tokens(n, seed=n), (2 * i, 2 * i + 1)) for i, n in enumerate(lengths)]
+        scheduled = [Scheduled(sequence, 0, sequence.num_tokens) for sequence in sequences]
+        scheduled[0] = Scheduled(sequences[0], 0, max(1, lengths[0] - 1))  # of several tokens: does not sample
+        batch = build_batch(scheduled, 16, 1, CPU)
+        hidden = teacher.decoder.forward(batch, teacher.cache.pool).clone()
+        logits = teacher.decoder.logits(hidden[batch.sample_rows])
+        expected = logits.clone()
+        logits.fill_(torch.nan)  # the step writes there again
+        assert batch.num_sampled == len(expected) == len(lengths) - (lengths[0] > 1)
+        states, logits = teacher.decoder.run(batch, teacher.cache.pool)
+        assert torch.equal(logits, expected)
+        assert torch.equal(states[: batch.num_rows], hidden)
+
+
+@torch.inference_mode()
 def test_hidden_states_survive_the_logits_of_some_of_them(llama: Path) -> None:
     """Prompt log-probabilities ask for logits again and again, after the sampler's."""
     teacher, text = Teacher(llama), random_tokens(50)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.forward import make_sequence
+from support.kernel_sets import cpu_kernels
 from support.requests import resident_bytes
 from support.tiny_model import make_tiny_model
 
@@ -20,6 +21,7 @@ from kvrelay.engine.kv_cache import KVCache
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.model_info import read_model_info
 from kvrelay.engine.model_runner import ModelRunner
+from kvrelay.engine.models.compiled import CompiledDecoder
 from kvrelay.engine.step import Executor, Row, RowResult, Scheduled
 
 BAD_TOKEN = 200
@@ -61,6 +63,32 @@ def test_the_log_names_the_kernels_that_run(
     (record,) = [record for record in caplog.records if record.message == "model_loaded"]
     assert record.kvrelay_fields["kernels"] == runner.kernels_name
     assert runner.kernels_name in names
+
+
+@pytest.mark.parametrize(("kernels", "num_threads"), [("auto", 1), ("reference", 2)])
+def test_torch_has_threads_only_where_it_computes(folder: Path, kernels: str, num_threads: int) -> None:
+    """Beside the compiled kernels' team a second one would wait on the same cores."""
+    if kernels == "auto":
+        cpu_kernels(1)  # or the test is skipped
+    before = torch.get_num_threads()
+    try:
+        runner = load(folder, kernels=kernels, threads=2)
+        runner.close()
+        assert torch.get_num_threads() == num_threads
+        assert runner.num_threads == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_no_step_makes_room_that_loading_could_have_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_kernels(1)  # or the test is skipped
+    runner = load(folder, max_num_seqs=20, max_num_batched_tokens=60)
+    monkeypatch.setattr(CompiledDecoder, "reserve", None)
+    monkeypatch.setattr(CompiledDecoder, "_make_head", None)
+    many = [make_sequence(range(i, i + 3), [i], prompt_logprobs=1) for i in range(20)]
+    results = runner.execute([Scheduled(sequence, 0, 3) for sequence in many])
+    runner.close()
+    assert [num_sampled(result) for result in results] == [1] * 20
 
 
 def test_it_is_an_executor_with_the_models_layout(runner: ModelRunner) -> None:
