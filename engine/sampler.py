@@ -72,7 +72,7 @@ class Sampler:
         """
         largest, greedy, finite = (column.tolist() for column in self._kernels.scan(logits_SV))
         asked = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
-        raw_logits = logits_SV.index_select(0, _tensor(list(asked), logits_SV))  # a copy
+        raw_logits = logits_SV[list(asked)] if asked else logits_SV  # a copy of what is asked for
         changing = [i for i, row in enumerate(rows) if row.sampling.changes_logits]
         for i in changing:
             self.process(logits_SV[i], rows[i])
@@ -83,7 +83,7 @@ class Sampler:
             for i, row in enumerate(rows)
             if finite[i] and math.isfinite(largest[i]) and not _is_greedy(row.sampling)
         ]
-        drawn = iter(self._kernels.draw(logits_SV, draws))
+        drawn = iter(self._kernels.draw(logits_SV, draws) if draws else ())
         chosen: list[list[int] | KvrelayError] = []
         for i, row in enumerate(rows):
             if not finite[i]:
@@ -94,10 +94,11 @@ class Sampler:
                 chosen.append([greedy[i]] * len(row.choices))
             else:
                 chosen.append(next(drawn))
+        if not asked:
+            return [_result(row, None) for row in chosen]
         tokens = [() if isinstance(row, KvrelayError) else row for row in (chosen[i] for i in asked)]
-        logprobs = dict(
-            zip(asked, token_logprobs(raw_logits, tokens, list(asked.values()), self._kernels), strict=True)
-        )
+        found = token_logprobs(raw_logits, tokens, list(asked.values()), self._kernels)
+        logprobs = dict(zip(asked, found, strict=True))
         return [_result(row, logprobs.get(i)) for i, row in enumerate(chosen)]
 
     def process(self, logits_V: Tensor, row: SampleRow) -> None:
