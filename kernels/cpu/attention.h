@@ -151,6 +151,7 @@ struct Room {
   using Unit = typename E::Unit;
   int64_t dim_units, padded_dim, key_units, rows;
   Unit* queries;   // [rows, dim_units]
+  Unit* columns;   // [dim_units, 16]: the first sixteen as the weights of a product
   Unit* keys;      // [kSplit / 16 blocks, dim_units, 16]
   Unit* values;    // [padded_dim / 16 blocks, key_units, 16]
   float* scores;   // [rows, kSplit]
@@ -165,14 +166,15 @@ struct Room {
         padded_dim(ceil_div(head_dim, kLanes) * kLanes),
         key_units(num_units<E>(kSplit)),
         rows(most_rows) {
-    const int64_t sizes[] = {rows * dim_units * 4, kSplit * dim_units * 4,  padded_dim * key_units * 4,
-                             rows * kSplit * 4,    rows * key_units * 4,    rows * padded_dim * 4,
-                             rows * padded_dim * 4, rows * int64_t(sizeof(Partial)), rows * int64_t(sizeof(Partial))};
+    const int64_t sizes[] = {rows * dim_units * 4,  dim_units * kLanes * 4, kSplit * dim_units * 4,
+                             padded_dim * key_units * 4, rows * kSplit * 4, rows * key_units * 4,
+                             rows * padded_dim * 4, rows * padded_dim * 4,
+                             rows * int64_t(sizeof(Partial)), rows * int64_t(sizeof(Partial))};
     int64_t total = 0;
     for (int64_t size : sizes) total += ceil_div(size, 64) * 64;
     char* at = static_cast<char*>(scratch.at_least(total));
-    void** pointers[] = {(void**)&queries, (void**)&keys, (void**)&values, (void**)&scores, (void**)&weights,
-                         (void**)&sums,    (void**)&totals, (void**)&split, (void**)&all};
+    void** pointers[] = {(void**)&queries, (void**)&columns, (void**)&keys,   (void**)&values, (void**)&scores,
+                         (void**)&weights, (void**)&sums,    (void**)&totals, (void**)&split,  (void**)&all};
     for (size_t i = 0; i < std::size(sizes); ++i) {
       *pointers[i] = at;
       at += ceil_div(sizes[i], 64) * 64;
@@ -220,11 +222,53 @@ struct Keys {
   }
 };
 
+// The same where blocks are of whole sixteens of slots: where each sixteen keys begin.
+template <class E>
+struct Runs {
+  const typename E::Value* at[kSplit / kLanes];
+  int64_t count = 0;  // of runs: the last one may not be full
+  int64_t kv_stride = 0;
+
+  Runs() = default;
+  Runs(const Attention& op, const Batch& batch, int64_t sequence, int64_t kv_head, int64_t start, int64_t num_keys)
+      : count(ceil_div(num_keys, kLanes)), kv_stride(batch.pool.kv_stride) {
+    const Pool& pool = batch.pool;
+    const int64_t* table = batch.block_tables + sequence * batch.table_width;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t key = start + i * kLanes, slot = table[key / pool.block_size] * pool.block_size + key % pool.block_size;
+      at[i] = slot_of<E>(pool, op.layer, slot, op.head_dim) + kv_head * pool.head_stride;
+    }
+  }
+};
+
+// What a thread will read after the split at hand, if anything: it asks for that while it computes.
+template <class E>
+struct Ahead {
+  Runs<E> runs;
+  int64_t row_bytes = 0;
+
+  void ask_for_keys(int64_t run) const {
+    if (run < runs.count) ask(runs.at[run], 0, row_bytes);
+  }
+  // Of some of the dimensions.
+  void ask_for_values(int64_t run, int64_t first_byte, int64_t num_bytes) const {
+    if (run < runs.count) ask(runs.at[run] + runs.kv_stride, first_byte, std::min(num_bytes, row_bytes - first_byte));
+  }
+
+ private:
+  void ask(const typename E::Value* keys, int64_t first_byte, int64_t num_bytes) const {
+    const char* from = reinterpret_cast<const char*>(keys) + first_byte;
+    for (int64_t key = 0; key < kLanes; ++key, from += row_bytes)
+      for (int64_t byte = 0; byte < num_bytes; byte += 64) __builtin_prefetch(from + byte, 0, 2);
+  }
+};
+
 // A split's keys as the weights of a product; what is beyond the end is zero.
 template <class E>
-void pack_keys(const Keys<E>& keys, Room<E>& room) {
+void pack_keys(const Keys<E>& keys, const Ahead<E>& ahead, Room<E>& room) {
   typedef typename E::Unit Vector __attribute__((vector_size(64)));
   for (int64_t block = 0; block < keys.count; block += kLanes) {
+    ahead.ask_for_keys(block / kLanes);
     for (int64_t unit = 0; unit < room.dim_units; unit += kLanes) {
       const int64_t left = (keys.head_dim - unit * E::kPerUnit) * sizeof(typename E::Value);
       const size_t num_bytes = std::clamp<int64_t>(left, 0, sizeof(Vector));
@@ -246,9 +290,11 @@ void pack_keys(const Keys<E>& keys, Room<E>& room) {
 
 // Its values as the weights of a product over `units` units of keys.
 template <class E>
-void pack_values(const Keys<E>& keys, int64_t units, Room<E>& room) {
+void pack_values(const Keys<E>& keys, int64_t units, const Ahead<E>& ahead, Room<E>& room) {
   using Unit = typename E::Unit;
   for (int64_t unit = 0; unit < units; ++unit) {
+    if (const int64_t key = unit * E::kPerUnit; key % kLanes == 0)
+      ahead.ask_for_values(key / kLanes, 0, ahead.row_bytes);
     const typename E::Value* from[E::kPerUnit];
     for (int i = 0; i < E::kPerUnit; ++i) {
       const int64_t key = unit * E::kPerUnit + i;
@@ -289,36 +335,11 @@ void pack_values(const Keys<E>& keys, int64_t units, Room<E>& room) {
   }
 }
 
-// One split for all rows of a piece: room.split and room.sums.
+// What a piece's rows have of a split, from the products of queries and keys in room.scores: room.weights, room.split.
 template <class E>
-void attend_split(const Attention& op, const Batch& batch, const Piece& piece, int64_t kv_head, int64_t split,
-                  Room<E>& room) {
-  using Unit = typename E::Unit;
-  constexpr int kTileRows = Tiles<E>::kTileRows;
+void weigh(const Attention& op, const Piece& piece, int64_t start, int64_t count, Room<E>& room) {
   const int64_t group = op.num_heads / op.num_kv_heads, num_rows = piece.num_queries * group;
-  const int64_t start = split * kSplit;
-  const int64_t end = std::min(start + kSplit, piece.first_position + piece.num_queries);
-  const int64_t num_blocks = ceil_div(end - start, kLanes), units = num_units<E>(end - start);
-  const Keys<E> keys(op, batch, piece.sequence, kv_head, start, end);
-  pack_keys(keys, room);
-  pack_values(keys, units, room);
-  alignas(64) f32x16 sums[kTileRows][kMostBlocks];
-
-  for (int64_t first = 0; first < num_rows; first += kTileRows) {
-    const int rows = static_cast<int>(std::min<int64_t>(kTileRows, num_rows - first));
-    for (int64_t block = 0; block < num_blocks; block += kMostBlocks) {
-      const int blocks = static_cast<int>(std::min<int64_t>(kMostBlocks, num_blocks - block));
-      multiply<E>(rows, room.queries + first * room.dim_units, room.dim_units,
-                  room.keys + block * room.dim_units * kLanes, room.dim_units * kLanes, room.dim_units, blocks, sums);
-      for (int m = 0; m < rows; ++m)
-        for (int n = 0; n < blocks; ++n) {
-          f32x16 scores = sums[m][n] * op.scale;
-          if (op.softcap != 0.f) scores = op.softcap * tanh(scores / op.softcap);
-          Float::store(room.scores + (first + m) * kSplit + (block + n) * kLanes, scores);
-        }
-    }
-  }
-
+  const int64_t num_blocks = ceil_div(count, kLanes), units = num_units<E>(count);
   const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   for (int64_t row = 0; row < num_rows; ++row) {
     float* scores = room.scores + row * kSplit;
@@ -328,7 +349,8 @@ void attend_split(const Attention& op, const Batch& batch, const Piece& piece, i
     f32x16 most = splat(kNothing);
     for (int64_t i = 0; i < num_blocks * kLanes; i += kLanes) {
       const i32x16 index = lanes + static_cast<int>(i);
-      f32x16 x = Float::load(scores + i);
+      f32x16 x = Float::load(scores + i) * op.scale;
+      if (op.softcap != 0.f) x = op.softcap * tanh(x / op.softcap);
       x = (index <= last) & (index >= hidden) ? x : splat(kNothing);
       Float::store(scores + i, x);
       most = max(most, x);
@@ -345,6 +367,35 @@ void attend_split(const Attention& op, const Batch& batch, const Piece& piece, i
     }
     partial.total = sum(total);
   }
+}
+
+// One split for all rows of a piece: room.split and room.sums.
+template <class E>
+void attend_split(const Attention& op, const Batch& batch, const Piece& piece, int64_t kv_head, int64_t split,
+                  const Ahead<E>& ahead, Room<E>& room) {
+  using Unit = typename E::Unit;
+  constexpr int kTileRows = Tiles<E>::kTileRows;
+  const int64_t num_rows = piece.num_queries * (op.num_heads / op.num_kv_heads);
+  const int64_t start = split * kSplit;
+  const int64_t end = std::min(start + kSplit, piece.first_position + piece.num_queries);
+  const int64_t num_blocks = ceil_div(end - start, kLanes), units = num_units<E>(end - start);
+  const Keys<E> keys(op, batch, piece.sequence, kv_head, start, end);
+  pack_keys(keys, ahead, room);
+  alignas(64) f32x16 sums[kTileRows][kMostBlocks];
+
+  for (int64_t first = 0; first < num_rows; first += kTileRows) {
+    const int rows = static_cast<int>(std::min<int64_t>(kTileRows, num_rows - first));
+    for (int64_t block = 0; block < num_blocks; block += kMostBlocks) {
+      const int blocks = static_cast<int>(std::min<int64_t>(kMostBlocks, num_blocks - block));
+      multiply<E>(rows, room.queries + first * room.dim_units, room.dim_units,
+                  room.keys + block * room.dim_units * kLanes, room.dim_units * kLanes, room.dim_units, blocks, sums);
+      for (int m = 0; m < rows; ++m)
+        for (int n = 0; n < blocks; ++n)
+          Float::store(room.scores + (first + m) * kSplit + (block + n) * kLanes, sums[m][n]);
+    }
+  }
+  weigh(op, piece, start, end - start, room);
+  pack_values(keys, units, ahead, room);
 
   for (int64_t first = 0; first < num_rows; first += kTileRows) {
     const int rows = static_cast<int>(std::min<int64_t>(kTileRows, num_rows - first));
@@ -360,6 +411,126 @@ void attend_split(const Attention& op, const Batch& batch, const Piece& piece, i
   }
 }
 
+// Whether `attend_split_in_place` can stand in for `attend_split`, and for which pieces: it has the same bits.
+template <class E>
+constexpr bool kHasInPlace = false;
+
+inline bool fits_in_place(const Attention& op, const Pool& pool, int64_t num_rows) {
+  return num_rows <= kLanes && op.head_dim % 32 == 0 && pool.block_size % kLanes == 0;
+}
+
+#ifdef KVRELAY_AMX
+template <>
+constexpr bool kHasInPlace<BFloat16> = true;
+
+// The first queries as the weights of a product.
+inline void turn_queries(int num_rows, Room<BFloat16>& room) {
+  for (int64_t unit = 0; unit < room.dim_units; unit += kLanes) {
+    u32x16 x[kLanes] = {};
+    for (int row = 0; row < num_rows; ++row) memcpy(&x[row], room.queries + row * room.dim_units + unit, sizeof x[row]);
+    transpose(x);
+    memcpy(room.columns + unit * kLanes, x, sizeof x);
+  }
+}
+
+// Sums [16 keys, 4 or 16 columns], each column to its row of scores.
+inline void store_columns(const float* sums, int columns, int num_rows, float* scores) {
+  if (columns == 4) {
+    const i32x16 even = {0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29};
+    const i32x16 front = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+    f32x16 x[4];
+    memcpy(x, sums, sizeof x);
+    for (int pair = 0; 2 * pair < num_rows; ++pair) {  // two columns
+      const f32x16 low = __builtin_shuffle(x[0], x[1], even + 2 * pair), high = __builtin_shuffle(x[2], x[3], even + 2 * pair);
+      Float::store(scores + 2 * pair * kSplit, __builtin_shuffle(low, high, front));
+      if (2 * pair + 1 < num_rows) Float::store(scores + (2 * pair + 1) * kSplit, __builtin_shuffle(low, high, front + 8));
+    }
+    return;
+  }
+  f32x16 x[kLanes];
+  memcpy(x, sums, sizeof x);
+  transpose(x);
+  for (int row = 0; row < num_rows; ++row) Float::store(scores + row * kSplit, x[row]);
+}
+
+// Values of 32 keys and 32 dimensions as weights of a product, two blocks of sixteen outputs. `from`: the keys' values at
+// these dimensions, sixteen after sixteen. The outputs come in another order: a unit takes two instructions then.
+inline void pair_values(const uint16_t* const* from, int64_t stride, int64_t count, uint32_t* to) {
+  typedef uint16_t u16x32 __attribute__((vector_size(64)));
+  for (int64_t unit = 0; unit < kLanes; ++unit) {
+    u16x32 first = {}, second = {};
+    const uint16_t* at = from[unit / 8] + unit % 8 * 2 * stride;
+    if (2 * unit < count) memcpy(&first, at, sizeof first);
+    if (2 * unit + 1 < count) memcpy(&second, at + stride, sizeof second);
+    const __m512i low = _mm512_unpacklo_epi16((__m512i)first, (__m512i)second);
+    const __m512i high = _mm512_unpackhi_epi16((__m512i)first, (__m512i)second);
+    memcpy(to + unit * kLanes, &low, sizeof low);
+    memcpy(to + (kLanes + unit) * kLanes, &high, sizeof high);
+  }
+}
+
+// A split for up to sixteen rows, where sixteen keys lie together: keys are the rows of a product whose weights are the
+// queries, so that none is moved, and values are paired on their way into the next.
+inline void attend_split_in_place(const Attention& op, const Batch& batch, const Piece& piece, int64_t kv_head,
+                                  int64_t split, const Ahead<BFloat16>& ahead, Room<BFloat16>& room) {
+  const int num_rows = static_cast<int>(piece.num_queries * (op.num_heads / op.num_kv_heads));
+  const int columns = num_rows <= 4 ? 4 : kLanes;
+  const int64_t start = split * kSplit, count = std::min(kSplit, piece.first_position + piece.num_queries - start);
+  const Runs<BFloat16> runs(op, batch, piece.sequence, kv_head, start, count);
+  const int64_t stride = op.head_dim, row_bytes = stride * sizeof(uint16_t);
+  Amx::configure_both_ways(num_rows, columns);
+
+  alignas(64) float sums[2][kLanes * kLanes];
+  for (int64_t run = 0; run < runs.count; run += 2) {
+    const uint16_t* keys[] = {runs.at[run], runs.at[std::min(run + 1, runs.count - 1)]};
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t unit = 0; unit < room.dim_units; unit += kLanes) {
+      _tile_loadd(5, room.columns + unit * kLanes, 64);
+      _tile_loadd(6, keys[0] + 2 * unit, row_bytes);
+      _tile_dpbf16ps(2, 6, 5);
+      _tile_loadd(7, keys[1] + 2 * unit, row_bytes);
+      _tile_dpbf16ps(3, 7, 5);
+    }
+    _tile_stored(2, sums[0], columns * 4);
+    _tile_stored(3, sums[1], columns * 4);
+    ahead.ask_for_keys(run);
+    ahead.ask_for_keys(run + 1);
+    store_columns(sums[0], columns, num_rows, room.scores + run * kLanes);
+    if (run + 1 < runs.count) store_columns(sums[1], columns, num_rows, room.scores + (run + 1) * kLanes);
+  }
+  weigh(op, piece, start, count, room);
+
+  const i32x16 low = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+  const int64_t num_steps = ceil_div(count, 32);
+  alignas(64) uint32_t pairs[2][2][kLanes * kLanes];
+  for (int64_t d = 0; d < op.head_dim; d += 32) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t step = 0; step < num_steps; ++step) {
+      const uint16_t* from[2];
+      for (int i = 0; i < 2; ++i) from[i] = runs.at[std::min(2 * step + i, runs.count - 1)] + runs.kv_stride + d;
+      pair_values(from, stride, count - 32 * step, pairs[step % 2][0]);
+      ahead.ask_for_values(2 * step, 2 * d, 64);
+      ahead.ask_for_values(2 * step + 1, 2 * d, 64);
+      _tile_loadd(4, room.weights + step * kLanes, room.key_units * sizeof(uint32_t));
+      _tile_loadd(6, pairs[step % 2][0], 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, pairs[step % 2][1], 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    for (int row = 0; row < num_rows; ++row) {
+      const f32x16 first = Float::load(sums[0] + row * kLanes), second = Float::load(sums[1] + row * kLanes);
+      float* to = room.sums + row * room.padded_dim + d;
+      Float::store(to, __builtin_shuffle(first, second, low));
+      Float::store(to + kLanes, __builtin_shuffle(first, second, low + 8));
+    }
+  }
+}
+#endif
+
 template <class E>
 void write_row(const Attention& op, int64_t row, int64_t head, const Partial& partial, const float* values) {
   auto* out = static_cast<typename E::Value*>(op.out) + row * op.out_stride + head * op.head_dim;
@@ -370,7 +541,7 @@ void write_row(const Attention& op, int64_t row, int64_t head, const Partial& pa
 
 template <class E>
 void attend_piece(const Attention& op, const Batch& batch, const Piece& piece, int64_t kv_head, int64_t num_splits,
-                  Partials& partials, Room<E>& room) {
+                  const Ahead<E>& ahead, Partials& partials, Room<E>& room) {
   using Value = typename E::Value;
   const int64_t group = op.num_heads / op.num_kv_heads, num_rows = piece.num_queries * group;
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -382,10 +553,15 @@ void attend_piece(const Attention& op, const Batch& batch, const Piece& piece, i
     room.all[row] = {kNothing, 0.f};
   }
   memset(room.totals, 0, num_rows * room.padded_dim * sizeof(float));
+  bool in_place = false;
+  if constexpr (kHasInPlace<E>)
+    if ((in_place = fits_in_place(op, batch.pool, num_rows))) turn_queries(static_cast<int>(num_rows), room);
   const int64_t first_seen = op.window ? std::max<int64_t>(0, piece.first_position - op.window + 1) / kSplit : 0;
   for (int64_t split = piece.first_split; split < piece.first_split + piece.num_splits; ++split) {
     if (split < first_seen) continue;
-    attend_split(op, batch, piece, kv_head, split, room);
+    if constexpr (kHasInPlace<E>)
+      if (in_place) attend_split_in_place(op, batch, piece, kv_head, split, ahead, room);
+    if (!in_place) attend_split(op, batch, piece, kv_head, split, ahead, room);
     for (int64_t row = 0; row < num_rows; ++row)
       merge(room.all[row], room.totals + row * room.padded_dim, room.split[row], room.sums + row * room.padded_dim,
             room.padded_dim);
@@ -408,15 +584,28 @@ void attend_piece(const Attention& op, const Batch& batch, const Piece& piece, i
                  room.totals + row * room.padded_dim);
 }
 
+// What the task of this number will read, if it is about a single split.
+template <class E>
+Ahead<E> look_ahead(const Attention& op, const Batch& batch, const Cut& cut, int64_t task) {
+  if (task == static_cast<int64_t>(cut.pieces.size()) * op.num_kv_heads || batch.pool.block_size % kLanes) return {};
+  const Piece& piece = cut.pieces[task / op.num_kv_heads];
+  const int64_t start = piece.first_split * kSplit, last = piece.first_position + piece.num_queries;
+  const bool is_seen = !op.window || piece.first_position - op.window + 1 < start + kSplit;
+  if (piece.num_splits > 1 || !is_seen) return {};
+  return {{op, batch, piece.sequence, task % op.num_kv_heads, start, std::min(kSplit, last - start)},
+          op.head_dim * static_cast<int64_t>(sizeof(typename E::Value))};
+}
+
 template <class E>
 void run_attention(Member& member, const Attention& op, const Batch& batch, const Cut& cut, Partials& partials) {
   const int64_t group = op.num_heads / op.num_kv_heads;
   const int64_t most_rows = std::max<int64_t>(1, kTaskRows / group) * group;
   Room<E> room(member.scratch(), op.head_dim, most_rows);
-  member.share(static_cast<int64_t>(cut.pieces.size()) * op.num_kv_heads, [&](int64_t task) {
+  member.share_ahead(static_cast<int64_t>(cut.pieces.size()) * op.num_kv_heads, [&](int64_t task, int64_t next) {
     const Piece& piece = cut.pieces[task / op.num_kv_heads];
     const int64_t num_splits = piece.group < 0 ? 0 : cut.group_sizes[piece.group];
-    attend_piece<E>(op, batch, piece, task % op.num_kv_heads, num_splits, partials, room);
+    attend_piece<E>(op, batch, piece, task % op.num_kv_heads, num_splits, look_ahead<E>(op, batch, cut, next), partials,
+                    room);
   });
 }
 

@@ -10,6 +10,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <cstdint>
@@ -90,6 +91,11 @@ class Member {
   // Run `task(i)` for the numbers in [0, num_tasks) that this thread gets; then wait until all have been run.
   template <class Task>
   void share(int64_t num_tasks, const Task& task);
+
+  // The same with `task(i, next)`: `next` is the number that this thread will get after i, so that it can ask for that
+  // one's memory; one past the end if there is none, or too few tasks for a thread to take one in advance.
+  template <class Task>
+  void share_ahead(int64_t num_tasks, const Task& task);
 
  private:
   friend class Team;
@@ -182,6 +188,15 @@ class Team {
 template <class Task>
 void Member::share(int64_t num_tasks, const Task& task) {
   for (int64_t i; (i = team_.next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) task(i);
+  team_.meet();
+}
+
+template <class Task>
+void Member::share_ahead(int64_t num_tasks, const Task& task) {
+  constexpr int64_t kFew = 4;  // a thread
+  if (num_tasks < kFew * team_.num_threads_) return share(num_tasks, [&](int64_t i) { task(i, num_tasks); });
+  const auto claim = [&] { return std::min(num_tasks, team_.next_.fetch_add(1, std::memory_order_relaxed)); };
+  for (int64_t i = claim(), next; i < num_tasks; i = next) task(i, next = claim());
   team_.meet();
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 
 #include "vec.h"
 
@@ -85,22 +86,15 @@ struct Amx {
 
   // Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 weights; of the rows' tiles only what there is of rows.
   static void configure(int first_rows, int second_rows) {
-    const int wanted = first_rows * 32 + second_rows;
-    if (configured == wanted) return;
-    configured = wanted;
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
     // With second rows: sums (0 1 / 2 3); without: 0 1 2 3 side by side.
     const int below = second_rows ? second_rows : first_rows;
-    const int rows[8] = {first_rows, first_rows, below, below, first_rows, below, 16, 16};
-    for (int tile = 0; tile < 8; ++tile) {
-      config.row_bytes[tile] = 64;
-      config.rows[tile] = static_cast<uint8_t>(rows[tile]);
-    }
-    _tile_loadconfig(&config);
+    load(first_rows * 32 + second_rows, {first_rows, first_rows, below, below, first_rows, below, 16, 16}, {}, 16);
+  }
+
+  // For products of a few rows both ways: 0 and 1 hold their sums, 4 the rows, 6 and 7 weights; and where the rows are the
+  // weights, so many `columns` in tile 5, 6 and 7 hold what is multiplied with them, 2 and 3 the sums.
+  static void configure_both_ways(int rows, int columns) {
+    load((rows + 32) * 32 + columns, {rows, rows, 16, 16, rows, 16, 16, 16}, {0, 0, 1, 1, 0, 1, 0, 0}, columns);
   }
 
   // At a run's end: other code in this thread has its own use for the tiles, torch's products among it.
@@ -113,6 +107,22 @@ struct Amx {
  private:
   static constexpr int kNotConfigured = -1;
   static inline thread_local int configured = kNotConfigured;
+
+  // Rows of each tile, and which are only `columns` wide. `wanted`: a number for all of that.
+  static void load(int wanted, const std::array<int, 8>& rows, const std::array<bool, 8>& narrow, int columns) {
+    if (configured == wanted) return;
+    configured = wanted;
+    struct alignas(64) {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    for (int tile = 0; tile < 8; ++tile) {
+      config.row_bytes[tile] = static_cast<uint16_t>(narrow[tile] ? columns * 4 : 64);
+      config.rows[tile] = static_cast<uint8_t>(rows[tile]);
+    }
+    _tile_loadconfig(&config);
+  }
 };
 
 template <int kBlocks>

@@ -211,6 +211,21 @@ def test_attention(kernels: Kernels, kernel_set: KernelSet, draw: random.Random,
         assert other == s or torch.equal(again, out)
 
 
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 16, 17])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 160])
+def test_a_decoded_row_has_the_bits_of_its_prompts(kernel_set: KernelSet, group: int, head_dim: int) -> None:
+    if kernel_set.is_interpreted:
+        pytest.skip("it has one way for all rows")
+    kernels, ends = kernel_set.make(), (1, 16, 17, 250, 257, 300)  # within sixteen keys, and where a split ends
+    shapes = [Shape(2 * group, 2, head_dim, block_size, dtype=torch.bfloat16) for block_size in (16, 7, 48)]
+    texts = Texts.random(shapes[0], [300])
+    for shape in shapes:
+        texts = Texts.scattered(shape, texts.queries, texts.keys, texts.values)
+        [prompt] = texts.attend(kernels, [(0, 0, 300)])
+        for end, row in zip(ends, texts.attend(kernels, [(0, end - 1, end) for end in ends]), strict=True):
+            assert torch.equal(row[0], prompt[end - 1])
+
+
 def test_no_rows_at_all(kernels: Kernels) -> None:
     texts = Texts.random(Shape(4, 2, 8, 16), [20, 30])
     assert [len(out) for out in texts.attend(kernels, [(0, 20, 20), (1, 30, 30)])] == [0, 0]
