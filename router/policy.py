@@ -93,7 +93,7 @@ def _decode_cost(node: Node, request: RequestFacts) -> tuple[bool, int, int, int
         lacks_room,
         node.num_choices,
         -num_cached_tokens,
-        -node.num_free_blocks,
+        -node.num_free_blocks * node.facts.kv_layout.block_size,  # in tokens: blocks may be of several sizes
         node.num_placed,
         node.facts.epoch,
     )

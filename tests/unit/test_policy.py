@@ -1,5 +1,7 @@
 """Placement, from node states written by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvrelay.engine.errors import InvalidArgument, TooLarge, Unavailable
@@ -16,7 +18,14 @@ PROMPT = tuple(range(80))  # five blocks, no token more
 
 
 def node(
-    role: Role, epoch: str, *, max_model_len: int = 128, max_num_seqs: int = 64, draining: bool = False, **load: object
+    role: Role,
+    epoch: str,
+    *,
+    max_model_len: int = 128,
+    max_num_seqs: int = 64,
+    draining: bool = False,
+    block_size: int = 16,
+    **load: object,
 ) -> Node:
     facts = NodeFacts(
         role=role,
@@ -24,7 +33,7 @@ def node(
         name=epoch,
         version="1",
         model_fingerprint="f",
-        kv_layout=LAYOUT,
+        kv_layout=replace(LAYOUT, block_size=block_size),
         max_model_len=max_model_len,
         num_blocks=100,
         max_num_seqs=max_num_seqs,
@@ -43,7 +52,7 @@ def decode(epoch: str, **more: object) -> Node:
 
 def caching(node: Node, num_tokens: int, salt: str = "") -> Node:
     """The node, with the beginning of PROMPT in its prefix cache."""
-    names = PromptBlocks(PROMPT[:num_tokens], salt).names(LAYOUT.block_size)
+    names = PromptBlocks(PROMPT[:num_tokens], salt).names(node.facts.kv_layout.block_size)
     node.prefixes.apply(CacheChange(stored=frozenset(names)))
     return node
 
@@ -215,3 +224,15 @@ def test_caches_are_not_looked_at_where_there_is_no_choice() -> None:
     assert request.blocks == PromptBlocks(PROMPT)  # no hash was computed
     chosen(nodes[1], decode("e"), request=request)
     assert request.blocks != PromptBlocks(PROMPT)
+
+
+def test_nodes_of_several_block_sizes_are_compared_in_tokens() -> None:
+    """What a cache holds of the prompt, and what is free, is counted in each node's own blocks."""
+    small, large = decode("small", block_size=8), decode("large", block_size=32)
+    assert chosen(caching(small, 40), caching(large, 40), request=asking())[1] == "small"  # 40 tokens, and 32
+    small, large = decode("small", block_size=8), decode("large", block_size=32)
+    assert chosen(caching(small, 24), caching(large, 64), request=asking())[1] == "large"  # 3 blocks, and 2
+    few, many = decode("few", block_size=32, num_free_blocks=50), decode("many", block_size=8, num_free_blocks=100)
+    assert chosen(few, many)[1] == "few"
+    p, q = prefill("p", "d", block_size=8), prefill("q", "d", block_size=32)
+    assert chosen(caching(p, 40), caching(q, 64), decode("d"), request=asking())[0] == "q"

@@ -73,3 +73,15 @@ def test_two_readers_of_one_prompts_names_do_not_disturb_each_other() -> None:
     blocks = PromptBlocks(PROMPT)
     pairs = list(zip(blocks.names(4), blocks.names(4), strict=True))
     assert pairs == [(name, name) for name in names()]
+
+
+def test_nodes_of_different_block_sizes_are_asked_in_their_own_blocks() -> None:
+    """One prompt, two nodes that have computed its first 12 tokens: each is credited with what its own blocks hold."""
+    blocks = PromptBlocks(PROMPT)
+    found = {}
+    for block_size in (3, 4, 8):
+        stored = [short_name(name) for name in block_hashes(PROMPT[:12], block_size, "")]
+        found[block_size] = holding(*stored).num_cached_blocks(blocks.names(block_size)) * block_size
+        others = [size for size in (3, 4, 8) if size != block_size]
+        assert [holding(*stored).num_cached_blocks(blocks.names(size)) for size in others] == [0, 0]
+    assert found == {3: 12, 4: 12, 8: 8}
