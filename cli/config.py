@@ -7,7 +7,7 @@ from typing import Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from kvrelay.cli.bench_workload import parse_lengths
-from kvrelay.engine.config import EngineConfig, KvTransport, check_port, parse_size
+from kvrelay.engine.config import EngineConfig, KvTransferDtype, KvTransport, check_port, parse_size
 from kvrelay.engine.errors import ConfigError
 
 
@@ -24,6 +24,8 @@ class UpConfig(EngineConfig):
     """Number of decode nodes."""
     kv_transport: KvTransport = "auto"
     """What moves KV between the nodes; auto: the fastest that they have."""
+    kv_transfer_dtype: KvTransferDtype = "auto"
+    """In what KV travels between the nodes; auto: as it is; bfloat16, int8, fp8: fewer bytes, not exact."""
     port: int = 0
     """Port of the router's gRPC; 0: 7070, or any free one where that is taken."""
     drain_timeout_s: float = 5.0

@@ -239,7 +239,7 @@ def router_arguments(config: UpConfig, port: int) -> list[str]:
 def node_arguments(config: UpConfig, router: str, num_cores: int) -> list[tuple[str, list[str]]]:
     """Each node's name and command line, the prefill nodes first."""
     common = [*engine_flags(config), "--router", router, "--drain-timeout-s", str(config.drain_timeout_s)]
-    common += ["--kv-transport", config.kv_transport]
+    common += ["--kv-transport", config.kv_transport, "--kv-transfer-dtype", config.kv_transfer_dtype]
     told = []
     for role, count in (("prefill", config.prefill), ("decode", config.decode)):
         shares = [config.threads] * count if config.threads else divide_cores(num_cores, count)

@@ -17,6 +17,7 @@ from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import Body, Endpoint, Envelope, Hello, HelloProof, Ping, TransferMessage
 from kvrelay.connector.session import HANDSHAKE_S, LOST_AFTER_S, PING_S, Identity, Session
 from kvrelay.connector.sockets import Monitored, Prober, Sent, join_address, listen, send_to
+from kvrelay.connector.transit import Transit
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import InvalidArgument, KvrelayError, NotFound, PreconditionFailed, Unavailable
 from kvrelay.engine.log import fields, get_logger
@@ -49,6 +50,7 @@ class _Peer:
     theirs: Hello
     ours: Hello
     nonce: bytes
+    transit: Transit
     heard_at: float
     session: Session | None = None
 
@@ -145,7 +147,7 @@ class Acceptor:
             self._events.received(peer.session, envelope.key, body)
 
     def _take_hello(self, routing_id: bytes, theirs: Hello) -> None:
-        rules.check_peer(self._identity, theirs)
+        transit = rules.check_offered(self._identity, theirs)
         if sum(peer.session is None for peer in self._peers.values()) >= _MAX_HALF_OPEN:
             raise Unavailable("too many connections are being opened")
         nonce = new_nonce()
@@ -154,7 +156,7 @@ class Acceptor:
             endpoints=self._endpoints(),
             proof=rules.prove_decode(self._identity.secret, theirs, self._identity.epoch, nonce),
         )
-        peer = _Peer(theirs, ours, rules.session_nonce(theirs, ours), self._clock.now())
+        peer = _Peer(theirs, ours, rules.session_nonce(theirs, ours), transit, self._clock.now())
         self._peers[routing_id] = peer
         self._send(routing_id, Envelope(peer.nonce, ours))
         if self._tick_timer is None:
@@ -175,7 +177,9 @@ class Acceptor:
         def send(message: Body, key: RequestKey) -> None:
             self._loop.post(partial(self._send_in, routing_id, nonce, Envelope(nonce, message, key)))
 
-        peer.session = Session(peer_epoch=peer.theirs.epoch, nonce=nonce, endpoint=endpoints[0], send=send)
+        peer.session = Session(
+            peer_epoch=peer.theirs.epoch, nonce=nonce, endpoint=endpoints[0], transit=peer.transit, send=send
+        )
         self._events.opened(peer.session, peer.theirs.idle_sessions)
         self._send(routing_id, Envelope(nonce, Ping()))
 

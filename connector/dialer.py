@@ -17,6 +17,7 @@ from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import Body, Endpoint, Envelope, Hello, HelloProof, Ping, TransferMessage
 from kvrelay.connector.session import HANDSHAKE_S, LOST_AFTER_S, PING_S, Identity, Session
 from kvrelay.connector.sockets import Monitored, dealer
+from kvrelay.connector.transit import Transit
 from kvrelay.connector.transport.base import Writer
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import InvalidArgument, KvrelayError, Unavailable
@@ -201,18 +202,18 @@ class Dialer:
                 raise error
             self._end(error.message)
             return
-        rules.check_answer(self._identity, self.peer_epoch, self._hello, theirs)
+        transit = rules.check_answer(self._identity, self.peer_epoch, self._hello, theirs)
         endpoint = rules.choose_endpoint(self._writers, theirs.endpoints)
         nonce = rules.session_nonce(self._hello, theirs)
-        self._pending = self._new_session(nonce, endpoint)
+        self._pending = self._new_session(nonce, endpoint, transit)
         proof = rules.prove_prefill(self._identity.secret, self._hello, theirs)
         self._send(Envelope(nonce, HelloProof(proof, endpoint.name)))
 
-    def _new_session(self, nonce: bytes, endpoint: Endpoint) -> Session:
+    def _new_session(self, nonce: bytes, endpoint: Endpoint, transit: Transit) -> Session:
         def send(body: Body, key: RequestKey) -> None:
             self._loop.post(partial(self._send_in, nonce, Envelope(nonce, body, key)))
 
-        return Session(peer_epoch=self.peer_epoch, nonce=nonce, endpoint=endpoint, send=send)
+        return Session(peer_epoch=self.peer_epoch, nonce=nonce, endpoint=endpoint, transit=transit, send=send)
 
     def _open(self, session: Session) -> None:
         assert self._timer is not None

@@ -6,11 +6,12 @@ from kvrelay.connector.base import WakeUp
 from kvrelay.connector.receiver import Receiver
 from kvrelay.connector.sender import Sender
 from kvrelay.connector.session import Identity
-from kvrelay.connector.transport.base import Reader, Region, Writer
+from kvrelay.connector.staging import MakeWriter
+from kvrelay.connector.transport.base import Reader, Region
 from kvrelay.connector.transport.inproc import InprocHub, InprocReader, InprocWriter
 from kvrelay.connector.transport.zmq import ZmqReader, ZmqWriter
 from kvrelay.engine.clock import Clock, MonotonicClock
-from kvrelay.engine.config import KvTransport
+from kvrelay.engine.config import KvTransferDtype, KvTransport
 from kvrelay.engine.kv_layout import KVLayout
 
 
@@ -26,19 +27,29 @@ def make_sender(
     hub: InprocHub | None = None,
     quantization: str = "none",
     transport: KvTransport = "auto",
+    transfer_dtype: KvTransferDtype = "auto",
+    kv_digests: bool = False,
 ) -> Sender:
     """P's half over `region`, P's pool as bytes. With a hub, D's on the same hub are reached through it.
 
     `transport`: the only one to use; auto: the first in order of preference that a D offers and that reaches it.
+    `transfer_dtype`: in what KV travels; auto: as D says, or else the narrower of both pools' dtypes.
     """
     clock = clock or MonotonicClock()
     _check_region(region, layout)
-    makers: dict[str, Callable[[], Writer]] = {"zmq": lambda: ZmqWriter(region, clock)}  # the preferred one first
-    writers = [make() for name, make in makers.items() if transport in ("auto", name)]
+    makers: dict[str, MakeWriter] = {"zmq": lambda over: ZmqWriter(over, clock)}  # the preferred one first
+    makers = {name: make for name, make in makers.items() if transport in ("auto", name)}
     if hub is not None:
-        writers.insert(0, InprocWriter(hub, region))
-    identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, quantization=quantization, secret=secret)
-    return Sender(identity, writers, clock, wake_up)
+        makers = {"inproc": lambda over: InprocWriter(hub, over), **makers}
+    identity = Identity(
+        epoch=epoch,
+        fingerprint=fingerprint,
+        layout=layout,
+        quantization=quantization,
+        transfer_dtype=transfer_dtype,
+        secret=secret,
+    )
+    return Sender(identity, region, makers, clock, wake_up, kv_digests=kv_digests)
 
 
 def make_receiver(
@@ -57,10 +68,12 @@ def make_receiver(
     hub: InprocHub | None = None,
     quantization: str = "none",
     transport: KvTransport = "auto",
+    transfer_dtype: KvTransferDtype = "auto",
 ) -> Receiver:
     """D's half over `region`, D's pool as bytes; listens when it returns. Ports of 0: any free ones.
 
-    `transport`: the only one to offer; auto: all.
+    `transport`: the only one to offer; auto: all. `transfer_dtype`: in what KV travels; auto: as P says, or else the
+    narrower of both pools' dtypes.
 
     Raises: ConfigError if an address cannot be bound.
     """
@@ -70,7 +83,14 @@ def make_receiver(
     readers = [make() for name, make in makers.items() if transport in ("auto", name)]
     if hub is not None:
         readers.append(InprocReader(hub, epoch, region))
-    identity = Identity(epoch=epoch, fingerprint=fingerprint, layout=layout, quantization=quantization, secret=secret)
+    identity = Identity(
+        epoch=epoch,
+        fingerprint=fingerprint,
+        layout=layout,
+        quantization=quantization,
+        transfer_dtype=transfer_dtype,
+        secret=secret,
+    )
     return Receiver(identity, region, readers, clock, wake_up, bind=bind, port=control_port, advertise=advertise)
 
 

@@ -34,6 +34,7 @@ from kvrelay.engine.request import RequestKey
 
 REVOKE_S = 5.0  # how long P may take to stop before its silence is shown as quarantine
 _NOTHING = GrantPlan(())
+_FREEING = frozenset({E.COMMIT, E.END, E.FENCED, E.READER_IDLE})  # each may say that nobody writes any more
 _REFUSALS: dict[Reason, RefuseReason] = {
     FailReason.TIMEOUT: RefuseReason.DEADLINE,
     EndReason.SHUTDOWN: RefuseReason.SHUTDOWN,
@@ -66,6 +67,8 @@ class Incoming:
     granted_at: float = 0.0
     handover: Handover | None = None
     are_bytes_in: bool = False
+    is_in_hand: bool = False  # our own thread is writing into the blocks
+    put_off: list[tuple[E, Reason | None]] = field(default_factory=list)  # what came meanwhile
     timer: Timer | None = None
     reason: Reason = FailReason.UNKNOWN  # of the last event that could end it
     is_quiet: bool = False  # the caller learns of FREE from what `cancel` returns
@@ -84,7 +87,6 @@ class IncomingTransfers:
         clock: Clock,
         events: EventQueue,
         lock: threading.RLock,
-        block_bytes: int,
         on_closed: Callable[[], None],
     ) -> None:
         self.num_landed = 0
@@ -94,7 +96,6 @@ class IncomingTransfers:
         self._clock = clock
         self._events = events
         self._lock = lock
-        self._block_bytes = block_bytes
         self._on_closed = on_closed
         self._live: dict[RequestKey, Incoming] = {}
         self._states: Counter[R] = Counter()
@@ -136,6 +137,9 @@ class IncomingTransfers:
 
     def fire(self, transfer: Incoming, event: E, reason: Reason | None = None) -> None:
         """Take one step. `reason` is said to P and to the engine, if the step ends the transfer."""
+        if transfer.is_in_hand and event in _FREEING:
+            transfer.put_off.append((event, reason))
+            return
         before = transfer.state
         transfer.state, actions = step(transfer.peer.table, before, event)
         if transfer.state is before and not actions:
@@ -150,6 +154,13 @@ class IncomingTransfers:
         if A.FREE in actions and not transfer.is_quiet:  # behind every other event of the transfer
             self._events.put(Released(transfer.key))
         self._enter(transfer)
+
+    def put_down(self, transfer: Incoming, event: E, reason: Reason | None = None) -> None:
+        """What `is_in_hand` spoke of is done: `event` says how; then comes what was put off."""
+        transfer.is_in_hand = False
+        put_off, transfer.put_off = transfer.put_off, []
+        for late in ((event, reason), *put_off):
+            self.fire(transfer, *late)
 
     def _enter(self, transfer: Incoming) -> None:
         """What a new state asks for by itself."""
@@ -172,7 +183,7 @@ class IncomingTransfers:
             case A.RESERVE:
                 assert transfer.grant is not None
                 if transfer.plan.ranges:
-                    transfer.peer.reader.accept(transfer.grant, plan_block_ids(transfer.plan))
+                    self._accept(transfer, transfer.grant)
             case A.SAY_GRANT:
                 assert transfer.grant is not None
                 session.send(GrantMessage(transfer.grant.grant_nonce, transfer.plan), transfer.key)
@@ -189,6 +200,13 @@ class IncomingTransfers:
             case A.FREE:  # done by `fire`, after the others
                 pass
 
+    def _accept(self, transfer: Incoming, grant: GrantId) -> None:
+        transit, block_ids = transfer.peer.session.transit, plan_block_ids(transfer.plan)
+        if transit.block_bytes == transit.target.block_bytes:
+            transfer.peer.reader.accept(grant, block_ids)
+        else:
+            transfer.peer.reader.accept(grant, block_ids, transit.block_bytes)
+
     def say_refuse(self, peer: PrefillPeer, key: RequestKey, reason: RefuseReason) -> None:
         peer.session.send(RefuseMessage(reason, reason.retryable), key)
 
@@ -198,7 +216,7 @@ class IncomingTransfers:
 
     def _start_request(self, transfer: Incoming) -> None:
         assert transfer.handover is not None
-        num_bytes = transfer.num_blocks * self._block_bytes
+        num_bytes = transfer.num_blocks * transfer.peer.session.transit.block_bytes
         self.num_landed += 1
         self.num_bytes += num_bytes
         self._events.put(

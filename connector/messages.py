@@ -37,6 +37,7 @@ class Hello:
     fingerprint: str
     layout: KVLayout
     quantization: str = "none"
+    transfer_dtype: str = "auto"
     version: int = PROTOCOL_VERSION
     endpoints: tuple[Endpoint, ...] = ()
     proof: bytes = b""

@@ -16,7 +16,7 @@ from kvrelay.connector.events import EventQueue
 from kvrelay.connector.handoff import SENDER, A, E, S, step
 from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import CommitMessage, EndMessage, GrantId, OfferMessage
-from kvrelay.connector.plan import PushPlan
+from kvrelay.connector.plan import PushPlan, RecastPlan
 from kvrelay.connector.session import Session
 from kvrelay.connector.transport.base import Link
 from kvrelay.engine.request import RequestKey
@@ -47,7 +47,7 @@ class Outgoing:
     peer: DecodePeer
     session: Session
     link: Link
-    plan: PushPlan
+    plan: PushPlan | RecastPlan
     state: S = S.OFFERED
     grant: GrantId | None = None
     num_written: int = 0
@@ -140,7 +140,7 @@ class OutgoingTransfers:
         match action:
             case A.SAY_COMMIT:
                 assert transfer.handover is not None
-                transfer.session.send(CommitMessage(transfer.handover), transfer.key)
+                transfer.session.send(CommitMessage(transfer.plan.with_digests(transfer.handover)), transfer.key)
             case A.SAY_END:
                 transfer.session.send(EndMessage(transfer.end_reason), transfer.key)
             case A.REPORT_DELIVERED:

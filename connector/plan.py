@@ -4,9 +4,10 @@ Nothing here counts blocks from either end: a block is named by the tokens it ho
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvrelay.connector.base import GrantPlan, TokenRange
+from kvrelay.connector.base import GrantPlan, Handover, TokenRange
+from kvrelay.connector.transit import Transit
 from kvrelay.connector.transport.base import Copy
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout, blocks_for
@@ -78,6 +79,15 @@ class PushPlan:
             self._pushed[i] |= mask
             self._changed.add(i)
 
+    def with_digests(self, handover: Handover) -> Handover:
+        """What COMMIT says: the engine's digests are of its own blocks, which are D's too."""
+        return handover
+
+    def is_final(self, tokens: TokenRange) -> bool:
+        """Whether these tokens have been pushed in all layers."""
+        blocks = range(tokens.start // self._layout.block_size, blocks_for(tokens.end, self._layout.block_size))
+        return all(self._pushed[i] == (1 << self._layout.num_layers) - 1 for i in blocks)
+
     def grant(self, plan: GrantPlan) -> None:
         """Only these are wanted.
 
@@ -109,6 +119,68 @@ class PushPlan:
             self._due[i] = 0
         self._changed.clear()
         return copies
+
+
+@dataclass(frozen=True, slots=True)
+class Recast(Copy):
+    """A copy whose source has to be made first, of `tokens` in P's blocks `sources`; until then it has none, -1."""
+
+    sources: tuple[int, ...]
+    tokens: TokenRange
+    digests: list[bytes] | None = None  # whoever makes it puts the digest of what travels here, at `index`
+
+
+class RecastPlan:
+    """As PushPlan, where D's blocks have to be made of P's: one is due when its tokens are final in all layers."""
+
+    def __init__(self, block_ids: tuple[int, ...], num_tokens: int, transit: Transit, *, digests: bool) -> None:
+        if len(block_ids) != blocks_for(num_tokens, transit.source.block_size):
+            raise InvalidArgument("block_ids", len(block_ids), f"must hold {num_tokens} tokens exactly")
+        self._block_ids = block_ids
+        self._num_tokens = num_tokens
+        self._transit = transit
+        self._pushed = PushPlan(block_ids, num_tokens, transit.source)
+        self._missing: list[Recast] | None = None  # granted, and not handed to the writer; in order of position
+        self._digests: list[bytes] | None = [] if digests else None  # of each granted block, once it has been made
+        self.num_granted_bytes = 0
+
+    def push(self, tokens: TokenRange, layers: range | None) -> None:
+        """These tokens' KV in these layers is final. What was pushed before is not sent again."""
+        self._pushed.push(tokens, layers)
+
+    def grant(self, plan: GrantPlan) -> None:
+        """Only these are wanted.
+
+        Raises: InvalidArgument.
+        """
+        size = self._transit.target.block_size
+        check_plan(plan, self._num_tokens, size)
+        targets, positions = plan_block_ids(plan), plan_positions(plan, size)
+        if self._digests is not None:
+            self._digests += [b""] * len(targets)
+        self._missing = [self._recast(i, targets[i], position) for i, position in enumerate(positions)]
+        self.num_granted_bytes = len(targets) * self._transit.block_bytes
+
+    def take_due(self) -> list[Recast]:
+        """The copies that have become possible since the last call."""
+        due: list[Recast] = []
+        missing: list[Recast] = []
+        for recast in self._missing or ():
+            (due if self._pushed.is_final(recast.tokens) else missing).append(recast)
+        if due:
+            self._missing = missing
+        return due
+
+    def with_digests(self, handover: Handover) -> Handover:
+        """What COMMIT says once all is written: digests of what travelled, in the grant's order."""
+        return replace(handover, block_digests=tuple(self._digests or ()))
+
+    def _recast(self, index: int, target_block: int, position: int) -> Recast:
+        start = position * self._transit.target.block_size
+        tokens = TokenRange(start, min(start + self._transit.target.block_size, self._num_tokens))
+        size = self._transit.source.block_size
+        sources = self._block_ids[tokens.start // size : blocks_for(tokens.end, size)]
+        return Recast(-1, target_block, index, 0, self._transit.block_bytes, sources, tokens, self._digests)
 
 
 def _runs(mask: int) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ thread, from where it is posted. One lock, held for bookkeeping only, orders the
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import zmq
@@ -27,6 +27,7 @@ from kvrelay.connector.base import (
     WakeUp,
 )
 from kvrelay.connector.checksum import block_digest
+from kvrelay.connector.convert import widen
 from kvrelay.connector.events import EventQueue
 from kvrelay.connector.handoff import E, R, receiver_table
 from kvrelay.connector.incoming import Incoming, IncomingTransfers, PrefillPeer
@@ -85,11 +86,9 @@ class Receiver:
         self._lock = threading.RLock()  # guards the next three, and what they hold
         self._drained = threading.Condition(self._lock)
         self._peers: dict[str, PrefillPeer] = {}
-        self._transfers = IncomingTransfers(
-            self._loop, clock, self._events, self._lock, identity.layout.block_bytes, self._drained.notify_all
-        )
+        self._transfers = IncomingTransfers(self._loop, clock, self._events, self._lock, self._drained.notify_all)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._checker = Loop("kv-checker", clock)  # digests, beside the thread that keeps the sessions
+        self._finisher = Loop("kv-finisher", clock)  # digests and conversion, beside the thread that keeps the sessions
         try:
             self._acceptor = Acceptor(
                 self._loop, clock, self._context, identity, self._endpoints, bind, port, advertise, self
@@ -99,7 +98,7 @@ class Receiver:
             raise
         for reader in readers:
             reader.start(self)
-        self._checker.start()
+        self._finisher.start()
         self._loop.start()
         self._loop.post(self._acceptor.start)
 
@@ -198,7 +197,7 @@ class Receiver:
     def _stop_threads(self) -> None:
         for reader in self._readers.values():  # no reader touches a block after this
             reader.close()
-        if self._loop.stop(_STOP_S) and self._checker.stop(_STOP_S):
+        if self._loop.stop(_STOP_S) and self._finisher.stop(_STOP_S):
             self._context.term()
         else:
             log.error("connector_thread_stuck", extra=fields(timeout_s=_STOP_S))
@@ -288,7 +287,7 @@ class Receiver:
             return
         transfer.handover = handover
         if transfer.peer.reader.one_sided and transfer.state is R.GRANTED:
-            self._check_then(transfer, partial(self._checked_one_sided, transfer))
+            self._finish_then(transfer, partial(self._finished_one_sided, transfer))
             return
         self._transfers.fire(transfer, E.COMMIT)
         self._land_if_all_in(transfer)
@@ -298,42 +297,54 @@ class Receiver:
     def _land_if_all_in(self, transfer: Incoming) -> None:
         """ALL_IN is held until COMMIT has come too: only then D knows against what to check the bytes."""
         if transfer.state is R.COMMIT_SEEN and transfer.are_bytes_in:
-            self._check_then(transfer, partial(self._checked_two_sided, transfer))
+            self._finish_then(transfer, partial(self._finished_two_sided, transfer))
 
-    def _check_then(self, transfer: Incoming, checked: "partial[None]") -> None:
-        """Call `checked` with whether the granted blocks hold what P's digests say; at once, if there are none."""
+    def _finish_then(self, transfer: Incoming, finished: "Callable[[bool], None]") -> None:
+        """Call `finished` with whether the granted blocks hold what P's digests say, once they hold D's own elements;
+        at once, if there is nothing to be done."""
+        assert transfer.handover is not None
+        digests, transit = transfer.handover.block_digests, transfer.peer.session.transit
+        block_ids = plan_block_ids(transfer.plan)
+        if not digests and not (transit.is_widened and block_ids):
+            finished(True)
+            return
+        wanted = self._wanted_digests(transfer)
+        if digests and wanted is None:
+            finished(False)
+            return
+
+        def finish() -> None:
+            blocks = [self._region[block_id] for block_id in block_ids]
+            come = [block[: transit.block_bytes] for block in blocks]
+            ok = wanted is None or all(block_digest(c) == digest for c, digest in zip(come, wanted, strict=True))
+            if ok and transit.is_widened:
+                for block in blocks:
+                    widen(transit, block)
+            self._loop.post(partial(finished, ok))
+
+        transfer.is_in_hand = transit.is_widened  # blocks that are only read may go back meanwhile
+        self._finisher.post(finish)
+
+    def _wanted_digests(self, transfer: Incoming) -> list[bytes] | None:
+        """The digests of the granted blocks, in order; None: P sent none, or too few or too many."""
         assert transfer.handover is not None
         assert transfer.expectation is not None
-        digests = transfer.handover.block_digests
-        if not digests:
-            checked(True)
-            return
-        block_size = self._identity.layout.block_size
+        digests, block_size = transfer.handover.block_digests, self._identity.layout.block_size
+        if not transfer.peer.session.transit.is_direct:  # of what travelled
+            return list(digests) if digests and len(digests) == transfer.num_blocks else None
         if len(digests) != blocks_for(transfer.expectation.num_tokens, block_size):
-            checked(False)
-            return
-        wanted = [
-            (block_id, digests[position])
-            for block_id, position in zip(
-                plan_block_ids(transfer.plan), plan_positions(transfer.plan, block_size), strict=True
-            )
-        ]
+            return None
+        return [digests[position] for position in plan_positions(transfer.plan, block_size)]
 
-        def check() -> None:  # should the transfer end meanwhile, the blocks are read for nothing, and not written
-            ok = all(block_digest(self._region[block_id]) == digest for block_id, digest in wanted)
-            self._loop.post(partial(checked, ok))
-
-        self._checker.post(check)
-
-    def _checked_two_sided(self, transfer: Incoming, ok: bool) -> None:
+    def _finished_two_sided(self, transfer: Incoming, ok: bool) -> None:
         with self._lock:
-            self._transfers.fire(transfer, E.ALL_IN if ok else E.DATA_FAILED, FailReason.DATA_FAILED)
+            self._transfers.put_down(transfer, E.ALL_IN if ok else E.DATA_FAILED, FailReason.DATA_FAILED)
 
-    def _checked_one_sided(self, transfer: Incoming, ok: bool) -> None:
+    def _finished_one_sided(self, transfer: Incoming, ok: bool) -> None:
         with self._lock:
             if not ok:  # P must hear of it; its COMMIT is the proof that it writes no more
                 self._transfers.fire(transfer, E.TIMEOUT, FailReason.DATA_FAILED)
-            self._transfers.fire(transfer, E.COMMIT)
+            self._transfers.put_down(transfer, E.COMMIT)
 
     # --- the reader (ReaderEvents), on its thread --------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ thread, from where it is posted. One lock, held for bookkeeping only, orders the
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import zmq
@@ -30,9 +30,11 @@ from kvrelay.connector.handoff import E, S
 from kvrelay.connector.loop import Loop
 from kvrelay.connector.messages import Ack, GrantId, GrantMessage, RefuseMessage, Revoke, TransferMessage
 from kvrelay.connector.outgoing import DecodePeer, Outgoing, OutgoingTransfers
-from kvrelay.connector.plan import PushPlan
+from kvrelay.connector.plan import PushPlan, RecastPlan
 from kvrelay.connector.session import Identity, Session
-from kvrelay.connector.transport.base import Writer
+from kvrelay.connector.staging import MakeWriter, StagedWriter
+from kvrelay.connector.transit import Transit
+from kvrelay.connector.transport.base import Region, Writer
 from kvrelay.connector.wire import MAX_IDLE_SESSIONS
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import InvalidArgument, KvrelayError
@@ -45,14 +47,33 @@ _DRAIN_S = 5.0  # how long `close` waits for writers
 _STOP_S = 5.0
 _LINGER_MS = 300
 _MAX_REMEMBERED_PEERS = 1024
+_MAX_STAGINGS = 8  # layouts of D's blocks that differ from ours, and transports to them
 
 
 class Sender:
-    """A KVSender over ZMQ control connections and the given transports, the preferred one first."""
+    """A KVSender over ZMQ control connections and the given transports, the preferred one first.
 
-    def __init__(self, identity: Identity, writers: Sequence[Writer], clock: Clock, wake_up: WakeUp) -> None:
+    `makers`: of each transport by name, what makes its writer over a region. `kv_digests`: blocks that are made anew
+    on their way are to have digests too.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        region: Region,
+        makers: Mapping[str, MakeWriter],
+        clock: Clock,
+        wake_up: WakeUp,
+        *,
+        kv_digests: bool = False,
+    ) -> None:
         self._identity = identity
-        self._writers = {writer.name: writer for writer in writers}
+        self._region = region
+        self._makers = makers
+        self._kv_digests = kv_digests
+        self._writers = {name: make(region) for name, make in makers.items()}
+        self._stagings: dict[tuple[str, Transit], StagedWriter] = {}  # for the Ds whose blocks are made anew
+        self._packer = Loop("kv-pack", clock)
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._events = EventQueue(wake_up)
@@ -98,8 +119,13 @@ class Sender:
             if peer is None or peer.session is None or peer.link is None:
                 self._transfers.refuse(offer.key, FailReason.PEER_LOST)
                 return
-            plan = PushPlan(offer.block_ids, offer.num_tokens, self._identity.layout)
+            plan = self._plan(offer, peer.session.transit)
             self._transfers.add(Outgoing(offer, peer, peer.session, peer.link, plan))
+
+    def _plan(self, offer: Offer, transit: Transit) -> PushPlan | RecastPlan:
+        if transit.is_direct:
+            return PushPlan(offer.block_ids, offer.num_tokens, self._identity.layout)
+        return RecastPlan(offer.block_ids, offer.num_tokens, transit, digests=self._kv_digests)
 
     def push(self, key: RequestKey, tokens: TokenRange, layers: range | None = None) -> None:
         with self._lock:
@@ -156,8 +182,8 @@ class Sender:
             for peer in {*self._peers.values(), *(transfer.peer for transfer in self._transfers.all())}:
                 self._loop.post(partial(peer.dialer.close, _LINGER_MS))
             self._peers.clear()
-        stopped = self._loop.stop(_STOP_S)
-        for writer in self._writers.values():
+        stopped = all([self._loop.stop(_STOP_S), self._packer.stop(_STOP_S)])
+        for writer in (*self._writers.values(), *self._stagings.values()):
             writer.close()
         if stopped:
             self._context.term()
@@ -171,11 +197,26 @@ class Sender:
             peer = self._peers.get(session.peer_epoch)
             if peer is None or peer.dialer is not dialer:
                 return
+            writer = self._writer_for(session)
+            if writer is None:
+                self._loop.post(partial(dialer.drop, session, f"{_MAX_STAGINGS} other KV layouts are in use already"))
+                return
             peer.session = session
-            peer.link = self._writers[session.endpoint.name].connect(session.nonce, session.endpoint.address, self)
+            peer.link = writer.connect(session.nonce, session.endpoint.address, self)
             peer.is_down_said = False
             self._events.put(SessionUp(session.peer_epoch))
         log.info("session_up", extra=fields(peer=session.peer_epoch, transport=session.endpoint.name))
+
+    def _writer_for(self, session: Session) -> Writer | None:
+        name, transit = session.endpoint.name, session.transit
+        if transit.is_direct:
+            return self._writers[name]
+        if not self._stagings:
+            self._packer.start()
+        if (name, transit) not in self._stagings and len(self._stagings) < _MAX_STAGINGS:
+            log.info("kv_conversion", extra=fields(peer=session.peer_epoch, transport=name, **transit.describe()))
+            self._stagings[name, transit] = StagedWriter(self._makers[name], self._region, transit, self._packer)
+        return self._stagings.get((name, transit))
 
     def lost(self, dialer: Dialer, session: Session, reason: str) -> None:
         log.info("session_lost", extra=fields(peer=session.peer_epoch, reason=reason))

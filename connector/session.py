@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvrelay.connector.messages import PROTOCOL_VERSION, Body, Endpoint, Hello, Refusal
+from kvrelay.connector.transit import Transit, agree_transit
 from kvrelay.connector.transport.base import Writer
 from kvrelay.engine.errors import (
     KvrelayError,
@@ -36,6 +37,7 @@ class Identity:
     fingerprint: str
     layout: KVLayout
     quantization: str = "none"
+    transfer_dtype: str = "auto"
     secret: str = ""
 
     def hello(
@@ -52,6 +54,7 @@ class Identity:
             nonce=nonce,
             fingerprint=self.fingerprint,
             quantization=self.quantization,
+            transfer_dtype=self.transfer_dtype,
             layout=self.layout,
             endpoints=endpoints,
             proof=proof,
@@ -67,6 +70,7 @@ class Session:
     peer_epoch: str
     nonce: bytes
     endpoint: Endpoint  # the transport chosen
+    transit: Transit  # the form in which KV travels
     send: Callable[[Body, RequestKey], None]
 
 
@@ -74,8 +78,8 @@ def session_nonce(p_hello: Hello, d_hello: Hello) -> bytes:
     return p_hello.nonce + d_hello.nonce
 
 
-def check_peer(ours: Identity, theirs: Hello) -> None:
-    """Raises: PreconditionFailed (LayoutMismatch), naming the first field in which the two must agree and do not."""
+def check_same_model(ours: Identity, theirs: Hello) -> None:
+    """Raises: PreconditionFailed, naming the first field in which the two must agree and do not."""
     for field, mine, other in (
         ("protocol_version", PROTOCOL_VERSION, theirs.version),
         ("model_fingerprint", ours.fingerprint, theirs.fingerprint),
@@ -83,7 +87,15 @@ def check_peer(ours: Identity, theirs: Hello) -> None:
     ):
         if mine != other:
             raise PreconditionFailed(f"{field} differs: {mine!r} here, {other!r} on the peer")
-    ours.layout.check_same(theirs.layout)
+
+
+def check_offered(ours: Identity, p_hello: Hello) -> Transit:
+    """D's check of P's HELLO, and how KV will travel between them.
+
+    Raises: PreconditionFailed (LayoutMismatch), naming the field.
+    """
+    check_same_model(ours, p_hello)
+    return agree_transit(p_hello.layout, ours.layout, p_hello.transfer_dtype, ours.transfer_dtype)
 
 
 def prove_decode(secret: str, p_hello: Hello, d_epoch: str, d_nonce: bytes) -> bytes:
@@ -110,17 +122,19 @@ def check_prefill_proof(secret: str, proof: bytes, p_hello: Hello, d_hello: Hell
         raise Unauthenticated("the prefill node did not prove the cluster secret")
 
 
-def check_answer(ours: Identity, peer_epoch: str, p_hello: Hello, d_hello: Hello) -> None:
-    """P's check of D's HELLO.
+def check_answer(ours: Identity, peer_epoch: str, p_hello: Hello, d_hello: Hello) -> Transit:
+    """P's check of D's HELLO, and how KV will travel between them.
 
     Raises: PreconditionFailed (the field named), RemoteError (what D said), Unauthenticated.
     """
-    check_peer(ours, d_hello)
+    check_same_model(ours, d_hello)
+    transit = agree_transit(ours.layout, d_hello.layout, ours.transfer_dtype, d_hello.transfer_dtype)
     if d_hello.refusal is not None:
         raise from_refusal(d_hello.refusal)
     if d_hello.epoch != peer_epoch:
         raise PreconditionFailed(f"epoch differs: {peer_epoch!r} was meant, {d_hello.epoch!r} is there")
     check_decode_proof(ours.secret, p_hello, d_hello)
+    return transit
 
 
 def choose_endpoint(preferred: Iterable[Writer], offered: tuple[Endpoint, ...]) -> Endpoint:

@@ -145,6 +145,7 @@ def _fill_hello(message: Any, hello: Hello) -> None:
     message.proof = hello.proof
     message.model_fingerprint = hello.fingerprint
     message.quantization = hello.quantization
+    message.kv_transfer_dtype = hello.transfer_dtype
     message.kv_layout.CopyFrom(
         node_pb2.KVLayout(
             num_layers=hello.layout.num_layers,
@@ -174,6 +175,7 @@ def _read_hello(message: Any) -> Hello:
         nonce=_exactly("nonce", message.nonce, NONCE_BYTES),
         fingerprint=_name("model_fingerprint", message.model_fingerprint),
         quantization=_name("quantization", message.quantization or "none"),
+        transfer_dtype=_name("kv_transfer_dtype", message.kv_transfer_dtype or "auto"),
         layout=KVLayout(
             num_layers=layout.num_layers,
             num_kv_heads=layout.num_kv_heads,

@@ -32,6 +32,7 @@ def _build(config: DecodeConfig, parts: NodeParts) -> tuple[NodeCore, str]:
         control_port=config.control_port,
         data_port=config.data_port,
         transport=config.kv_transport,
+        transfer_dtype=config.kv_transfer_dtype,
         clock=parts.clock,
     )
     engine = Engine(scheduler, executor, parts.info.eos_token_ids, parts.clock)

@@ -81,10 +81,10 @@ class PreconditionFailed(KvrelayError):
 
 
 class LayoutMismatch(PreconditionFailed):
-    """Two nodes whose KV cannot be copied as bytes; names the field."""
+    """Two nodes between whose pools KV cannot travel; names the field."""
 
-    def __init__(self, field: str, ours: object, theirs: object) -> None:
-        super().__init__(f"{field} differs: {ours!r} here, {theirs!r} on the peer")
+    def __init__(self, field: str, prefill: object, decode: object) -> None:
+        super().__init__(f"{field} differs: {prefill!r} on the prefill node, {decode!r} on the decode node")
         self.field = field
 
 

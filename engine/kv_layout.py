@@ -1,12 +1,10 @@
-"""How KV lies in a pool, and whether two pools can exchange blocks as bytes.
+"""How KV lies in a pool.
 
 A pool is [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], block-major: one block of all layers, keys
 and values, is one contiguous run of `block_bytes` bytes.
 """
 
-from dataclasses import dataclass, fields
-
-from kvrelay.engine.errors import LayoutMismatch
+from dataclasses import dataclass
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -37,10 +35,3 @@ class KVLayout:
     def tokens_in(self, size_bytes: int) -> int:
         """Tokens of the whole blocks that a pool of this size has."""
         return size_bytes // self.block_bytes * self.block_size
-
-    def check_same(self, theirs: "KVLayout") -> None:
-        """Raises: LayoutMismatch, naming the first field that differs."""
-        for field in fields(self):
-            mine, other = getattr(self, field.name), getattr(theirs, field.name)
-            if mine != other:
-                raise LayoutMismatch(field.name, mine, other)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvrelay.engine.config import EngineConfig, KvTransport, check_advertise, check_port
+from kvrelay.engine.config import EngineConfig, KvTransferDtype, KvTransport, check_advertise, check_port
 from kvrelay.engine.errors import ConfigError
 
 
@@ -24,6 +24,8 @@ class NodeConfig(EngineConfig):
     """Allow a bind beyond loopback without a cluster secret."""
     kv_transport: KvTransport = "auto"
     """What moves KV between nodes; auto: the fastest that both nodes have and that reaches the other."""
+    kv_transfer_dtype: KvTransferDtype = "auto"
+    """In what KV travels; auto: the narrower of both nodes' own; bfloat16, int8, fp8: fewer bytes, not exact."""
     drain_timeout_s: float = 30.0
     """How long requests may still run after SIGTERM."""
     log_json: bool = False

@@ -34,6 +34,8 @@ def _build(config: PrefillConfig, parts: NodeParts) -> tuple[NodeCore, str]:
         wake_up=parts.wake,
         clock=parts.clock,
         transport=config.kv_transport,
+        transfer_dtype=config.kv_transfer_dtype,
+        kv_digests=config.kv_digests,
     )
     engine = Engine(scheduler, executor, parts.info.eos_token_ids, parts.clock, hands_over=True)
     return PrefillNode(engine, sender, parts.clock, parts.on_report, kv_digests=config.kv_digests), ""

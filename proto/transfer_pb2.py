@@ -26,7 +26,7 @@ from kvrelay.proto import node_pb2 as kvrelay_dot_proto_dot_node__pb2
 from kvrelay.proto import inference_pb2 as kvrelay_dot_proto_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/proto/transfer.proto\x12\nkvrelay.v1\x1a\x18kvrelay/proto/node.proto\x1a\x1dkvrelay/proto/inference.proto\"\xc6\x03\n\x0e\x43ontrolMessage\x12\x15\n\rsession_nonce\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\"\n\x05hello\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.HelloH\x00\x12-\n\x0bhello_proof\x18\x05 \x01(\x0b\x32\x16.kvrelay.v1.HelloProofH\x00\x12 \n\x04ping\x18\x06 \x01(\x0b\x32\x10.kvrelay.v1.PingH\x00\x12\"\n\x05offer\x18\x07 \x01(\x0b\x32\x11.kvrelay.v1.OfferH\x00\x12\"\n\x05grant\x18\x08 \x01(\x0b\x32\x11.kvrelay.v1.GrantH\x00\x12$\n\x06refuse\x18\t \x01(\x0b\x32\x12.kvrelay.v1.RefuseH\x00\x12$\n\x06\x63ommit\x18\n \x01(\x0b\x32\x12.kvrelay.v1.CommitH\x00\x12\x1e\n\x03\x61\x63k\x18\x0b \x01(\x0b\x32\x0f.kvrelay.v1.AckH\x00\x12$\n\x06revoke\x18\x0c \x01(\x0b\x32\x12.kvrelay.v1.RevokeH\x00\x12\x1e\n\x03\x65nd\x18\r \x01(\x0b\x32\x0f.kvrelay.v1.EndH\x00\x42\t\n\x07message\"\x91\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\'\n\tkv_layout\x18\x06 \x01(\x0b\x32\x14.kvrelay.v1.KVLayout\x12.\n\ntransports\x18\x07 \x03(\x0b\x32\x1a.kvrelay.v1.TransportOffer\x12\x15\n\ridle_sessions\x18\x08 \x03(\x0c\x12 \n\x05\x65rror\x18\t \x01(\x0b\x32\x11.kvrelay.v1.Error\x12\x14\n\x0cquantization\x18\n \x01(\t\"/\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\".\n\nHelloProof\x12\r\n\x05proof\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\"\x06\n\x04Ping\";\n\nTokenRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"1\n\x05Offer\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctoken_digest\x18\x02 \x01(\x0c\"D\n\x05Grant\x12\x13\n\x0bgrant_nonce\x18\x01 \x01(\x0c\x12&\n\x06ranges\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.TokenRange\"+\n\x06Refuse\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tretryable\x18\x02 \x01(\x08\"m\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12&\n\x08logprobs\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.Logprobs\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\"h\n\x06\x43ommit\x12,\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.FirstToken\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x15\n\rblock_digests\x18\x03 \x03(\x0c\"\x05\n\x03\x41\x63k\"\x08\n\x06Revoke\"\x15\n\x03\x45nd\x12\x0e\n\x06reason\x18\x01 \x01(\t\"|\n\x0bPieceHeader\x12\x15\n\rsession_nonce\x18\x01 \x01(\x0c\x12\x13\n\x0bgrant_nonce\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0c\n\x04size\x18\x06 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvrelay/proto/transfer.proto\x12\nkvrelay.v1\x1a\x18kvrelay/proto/node.proto\x1a\x1dkvrelay/proto/inference.proto\"\xc6\x03\n\x0e\x43ontrolMessage\x12\x15\n\rsession_nonce\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\"\n\x05hello\x18\x04 \x01(\x0b\x32\x11.kvrelay.v1.HelloH\x00\x12-\n\x0bhello_proof\x18\x05 \x01(\x0b\x32\x16.kvrelay.v1.HelloProofH\x00\x12 \n\x04ping\x18\x06 \x01(\x0b\x32\x10.kvrelay.v1.PingH\x00\x12\"\n\x05offer\x18\x07 \x01(\x0b\x32\x11.kvrelay.v1.OfferH\x00\x12\"\n\x05grant\x18\x08 \x01(\x0b\x32\x11.kvrelay.v1.GrantH\x00\x12$\n\x06refuse\x18\t \x01(\x0b\x32\x12.kvrelay.v1.RefuseH\x00\x12$\n\x06\x63ommit\x18\n \x01(\x0b\x32\x12.kvrelay.v1.CommitH\x00\x12\x1e\n\x03\x61\x63k\x18\x0b \x01(\x0b\x32\x0f.kvrelay.v1.AckH\x00\x12$\n\x06revoke\x18\x0c \x01(\x0b\x32\x12.kvrelay.v1.RevokeH\x00\x12\x1e\n\x03\x65nd\x18\r \x01(\x0b\x32\x0f.kvrelay.v1.EndH\x00\x42\t\n\x07message\"\xac\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\t\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\r\n\x05proof\x18\x04 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x05 \x01(\t\x12\'\n\tkv_layout\x18\x06 \x01(\x0b\x32\x14.kvrelay.v1.KVLayout\x12.\n\ntransports\x18\x07 \x03(\x0b\x32\x1a.kvrelay.v1.TransportOffer\x12\x15\n\ridle_sessions\x18\x08 \x03(\x0c\x12 \n\x05\x65rror\x18\t \x01(\x0b\x32\x11.kvrelay.v1.Error\x12\x14\n\x0cquantization\x18\n \x01(\t\x12\x19\n\x11kv_transfer_dtype\x18\x0b \x01(\t\"/\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\".\n\nHelloProof\x12\r\n\x05proof\x18\x01 \x01(\x0c\x12\x11\n\ttransport\x18\x02 \x01(\t\"\x06\n\x04Ping\";\n\nTokenRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"1\n\x05Offer\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x14\n\x0ctoken_digest\x18\x02 \x01(\x0c\"D\n\x05Grant\x12\x13\n\x0bgrant_nonce\x18\x01 \x01(\x0c\x12&\n\x06ranges\x18\x02 \x03(\x0b\x32\x16.kvrelay.v1.TokenRange\"+\n\x06Refuse\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\tretryable\x18\x02 \x01(\x08\"m\n\nFirstToken\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12&\n\x08logprobs\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.Logprobs\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\"h\n\x06\x43ommit\x12,\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x16.kvrelay.v1.FirstToken\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x12\x15\n\rblock_digests\x18\x03 \x03(\x0c\"\x05\n\x03\x41\x63k\"\x08\n\x06Revoke\"\x15\n\x03\x45nd\x12\x0e\n\x06reason\x18\x01 \x01(\t\"|\n\x0bPieceHeader\x12\x15\n\rsession_nonce\x18\x01 \x01(\x0c\x12\x13\n\x0bgrant_nonce\x18\x02 \x01(\x0c\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\x0c\n\x04size\x18\x06 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTROLMESSAGE']._serialized_start=102
   _globals['_CONTROLMESSAGE']._serialized_end=556
   _globals['_HELLO']._serialized_start=559
-  _globals['_HELLO']._serialized_end=832
-  _globals['_TRANSPORTOFFER']._serialized_start=834
-  _globals['_TRANSPORTOFFER']._serialized_end=881
-  _globals['_HELLOPROOF']._serialized_start=883
-  _globals['_HELLOPROOF']._serialized_end=929
-  _globals['_PING']._serialized_start=931
-  _globals['_PING']._serialized_end=937
-  _globals['_TOKENRANGE']._serialized_start=939
-  _globals['_TOKENRANGE']._serialized_end=998
-  _globals['_OFFER']._serialized_start=1000
-  _globals['_OFFER']._serialized_end=1049
-  _globals['_GRANT']._serialized_start=1051
-  _globals['_GRANT']._serialized_end=1119
-  _globals['_REFUSE']._serialized_start=1121
-  _globals['_REFUSE']._serialized_end=1164
-  _globals['_FIRSTTOKEN']._serialized_start=1166
-  _globals['_FIRSTTOKEN']._serialized_end=1275
-  _globals['_COMMIT']._serialized_start=1277
-  _globals['_COMMIT']._serialized_end=1381
-  _globals['_ACK']._serialized_start=1383
-  _globals['_ACK']._serialized_end=1388
-  _globals['_REVOKE']._serialized_start=1390
-  _globals['_REVOKE']._serialized_end=1398
-  _globals['_END']._serialized_start=1400
-  _globals['_END']._serialized_end=1421
-  _globals['_PIECEHEADER']._serialized_start=1423
-  _globals['_PIECEHEADER']._serialized_end=1547
+  _globals['_HELLO']._serialized_end=859
+  _globals['_TRANSPORTOFFER']._serialized_start=861
+  _globals['_TRANSPORTOFFER']._serialized_end=908
+  _globals['_HELLOPROOF']._serialized_start=910
+  _globals['_HELLOPROOF']._serialized_end=956
+  _globals['_PING']._serialized_start=958
+  _globals['_PING']._serialized_end=964
+  _globals['_TOKENRANGE']._serialized_start=966
+  _globals['_TOKENRANGE']._serialized_end=1025
+  _globals['_OFFER']._serialized_start=1027
+  _globals['_OFFER']._serialized_end=1076
+  _globals['_GRANT']._serialized_start=1078
+  _globals['_GRANT']._serialized_end=1146
+  _globals['_REFUSE']._serialized_start=1148
+  _globals['_REFUSE']._serialized_end=1191
+  _globals['_FIRSTTOKEN']._serialized_start=1193
+  _globals['_FIRSTTOKEN']._serialized_end=1302
+  _globals['_COMMIT']._serialized_start=1304
+  _globals['_COMMIT']._serialized_end=1408
+  _globals['_ACK']._serialized_start=1410
+  _globals['_ACK']._serialized_end=1415
+  _globals['_REVOKE']._serialized_start=1417
+  _globals['_REVOKE']._serialized_end=1425
+  _globals['_END']._serialized_start=1427
+  _globals['_END']._serialized_end=1448
+  _globals['_PIECEHEADER']._serialized_start=1450
+  _globals['_PIECEHEADER']._serialized_end=1574
 # @@protoc_insertion_point(module_scope)

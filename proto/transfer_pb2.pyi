@@ -39,7 +39,7 @@ class ControlMessage(_message.Message):
     def __init__(self, session_nonce: _Optional[bytes] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., hello_proof: _Optional[_Union[HelloProof, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., revoke: _Optional[_Union[Revoke, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_version", "epoch", "nonce", "proof", "model_fingerprint", "kv_layout", "transports", "idle_sessions", "error", "quantization")
+    __slots__ = ("protocol_version", "epoch", "nonce", "proof", "model_fingerprint", "kv_layout", "transports", "idle_sessions", "error", "quantization", "kv_transfer_dtype")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Hello(_message.Message):
     IDLE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_DTYPE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     epoch: str
     nonce: bytes
@@ -60,7 +61,8 @@ class Hello(_message.Message):
     idle_sessions: _containers.RepeatedScalarFieldContainer[bytes]
     error: _node_pb2.Error
     quantization: str
-    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., model_fingerprint: _Optional[str] = ..., kv_layout: _Optional[_Union[_node_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., idle_sessions: _Optional[_Iterable[bytes]] = ..., error: _Optional[_Union[_node_pb2.Error, _Mapping]] = ..., quantization: _Optional[str] = ...) -> None: ...
+    kv_transfer_dtype: str
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., model_fingerprint: _Optional[str] = ..., kv_layout: _Optional[_Union[_node_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., idle_sessions: _Optional[_Iterable[bytes]] = ..., error: _Optional[_Union[_node_pb2.Error, _Mapping]] = ..., quantization: _Optional[str] = ..., kv_transfer_dtype: _Optional[str] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
     __slots__ = ("name", "address")

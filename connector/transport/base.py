@@ -20,7 +20,8 @@ Region = Any  # numpy array, uint8 [num_blocks, block_bytes], contiguous
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`size` bytes from `start` of one of P's blocks to `start` of one of D's."""
+    """`size` bytes from `start` of one of P's blocks to `start` of one of D's. Where their blocks differ, P's are those
+    of its staging, which are as long as D's."""
 
     source_block: int
     target_block: int
@@ -107,8 +108,9 @@ class Reader(Protocol):
     def begin_session(self, session_nonce: bytes) -> None:
         """This session is open: its P may connect."""
 
-    def accept(self, grant: GrantId, block_ids: Sequence[int]) -> None:
-        """From now on, bytes under this grant go into these blocks."""
+    def accept(self, grant: GrantId, block_ids: Sequence[int], size: int | None = None) -> None:
+        """From now on, bytes under this grant go into these blocks: into the first `size` bytes of each, and with
+        these all is in; None: into whole blocks. A block's place in the grant's run of bytes is as if it were whole."""
 
     def stop(self, grant: GrantId) -> bool:
         """Bytes under this grant go nowhere from now on. True: idle on it now; False: `reader_idle` follows."""

@@ -62,7 +62,7 @@ class InprocReader:
     def end_session(self, session_nonce: bytes) -> None:
         """Nothing to end: D cannot stop P's writes, only learn that they have stopped."""
 
-    def accept(self, grant: GrantId, block_ids: Sequence[int]) -> None:
+    def accept(self, grant: GrantId, block_ids: Sequence[int], size: int | None = None) -> None:
         """Nothing to prepare: P names the blocks."""
 
     def stop(self, grant: GrantId) -> bool:

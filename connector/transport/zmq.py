@@ -223,13 +223,27 @@ class _Target:
     """Where a live grant's bytes go, and which of them have come."""
 
     block_ids: tuple[int, ...]
-    size: int
+    block_bytes: int
+    part: int  # how much of each block comes
     received: Intervals = field(default_factory=Intervals)
+
+    @property
+    def size(self) -> int:
+        """Of the grant, in bytes."""
+        return len(self.block_ids) * self.part
 
     def check(self, offset: int, size: int) -> None:
         """Raises: InvalidArgument for a piece that reaches outside the grant, or scatters it beyond reason."""
-        if not size or offset + size > self.size:
+        start, end = offset, offset + size
+        if self.part != self.block_bytes:  # a piece lies in one block
+            index, start = divmod(offset, self.block_bytes)
+            end = start + size if index < len(self.block_ids) else self.block_bytes
+            if end > self.part:
+                raise InvalidArgument("offset", offset, f"{size} bytes from there: only {self.part} of a block come")
+        elif end > self.size:
             raise InvalidArgument("offset", offset, f"{size} bytes from there do not lie in a grant of {self.size}")
+        if not size:
+            raise InvalidArgument("size", size, "must be positive")
         if len(self.received) >= _MAX_GAPS:
             raise InvalidArgument("offset", offset, f"the grant has {_MAX_GAPS} gaps already")
 
@@ -278,8 +292,9 @@ class ZmqReader:
         with self._in_hand.lock:
             self._connections.pop(_routing_id(session_nonce), None)
 
-    def accept(self, grant: GrantId, block_ids: Sequence[int]) -> None:
-        target = _Target(tuple(block_ids), len(block_ids) * self._region.shape[1])
+    def accept(self, grant: GrantId, block_ids: Sequence[int], size: int | None = None) -> None:
+        block_bytes = self._region.shape[1]
+        target = _Target(tuple(block_ids), block_bytes, block_bytes if size is None else size)
         with self._in_hand.lock:
             self._targets[grant] = target
 

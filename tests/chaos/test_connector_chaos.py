@@ -4,7 +4,8 @@ What is checked: a block that came back is written by nobody (it is filled with 
 it is used again); what lands is what P had when it pushed (P scribbles over its blocks when they come back); each
 transfer's blocks come back once; nothing is left at the end. The seed is printed, and KVRELAY_SEED repeats it.
 
-Seen to catch: Released before the reader has left its piece (every run); COMMIT before the last byte (some runs).
+Seen to catch: Released before the reader has left its piece (every run); COMMIT before the last byte (some runs); among
+unlike nodes, staging given back before it is written (every run).
 """
 
 import os
@@ -15,7 +16,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.connector import LAYOUT, NUM_BLOCKS, TRANSPORTS, Pair, wait_until
+from support.unlike import unlike_blocks
 
+from kvrelay.connector import staging
 from kvrelay.connector.base import (
     CancelOutcome,
     EndReason,
@@ -28,6 +31,8 @@ from kvrelay.connector.base import (
     Released,
     SessionUp,
 )
+from kvrelay.connector.convert import from_float32
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.request import RequestKey
 
 pytestmark = pytest.mark.chaos
@@ -76,10 +81,12 @@ class Life:
 
 
 class Chaos:
-    def __init__(self, transport, seed):
+    def __init__(self, transport, seed, layout=LARGE, d_layout=LARGE, transfer_dtype="auto"):
         self.rng = random.Random(seed)
         self.np_rng = np.random.default_rng(seed)
-        self.pair = Pair(transport, layout=LARGE)
+        p = {"transfer_dtype": transfer_dtype}
+        self.pair = Pair(transport, layout=layout, d_layout=d_layout, p=p)
+        self.d_size = d_layout.block_size
         self.p_pool, self.d_pool = Pool(self.pair.p.region), Pool(self.pair.d.region)
         self.lives = {}
         self.num_landed = 0
@@ -106,7 +113,7 @@ class Chaos:
             return
         num_tokens = num_blocks * B - self.rng.randrange(B)
         blocks = self.p_pool.take(self.rng, num_blocks)
-        contents = self.np_rng.integers(0, 256, (num_blocks, LARGE.block_bytes), dtype=np.uint8)
+        contents = self.new_contents(num_blocks)
         self.pair.p.region[blocks] = contents
         name = f"r{self.num_started}"
         self.num_started += 1
@@ -139,13 +146,13 @@ class Chaos:
         if key is None:
             return
         life = self.lives[key]
-        wanted = [i for i in range(len(life.p_blocks)) if self.rng.random() < 0.7]
+        wanted = [i for i in range(blocks_for(life.num_tokens, self.d_size)) if self.rng.random() < 0.7]
         if len(self.d_pool.free) < len(wanted):
             return
         life.d_blocks, life.positions = self.d_pool.take(self.rng, len(wanted)), wanted
         life.offered, life.d_holds = False, True
         ranges = tuple(
-            GrantedRange(i * B, min((i + 1) * B, life.num_tokens), (block,))
+            GrantedRange(i * self.d_size, min((i + 1) * self.d_size, life.num_tokens), (block,))
             for i, block in zip(wanted, life.d_blocks, strict=True)
         )
         self.pair.granted[key] = tuple(life.d_blocks)
@@ -224,11 +231,19 @@ class Chaos:
             life.d_holds = False
             self.d_pool.give(life.d_blocks)
 
+    def new_contents(self, num_blocks):
+        return self.np_rng.integers(0, 256, (num_blocks, self.pair.layout.block_bytes), dtype=np.uint8)
+
+    def expected(self, life):
+        """D's blocks, as bytes."""
+        return life.contents
+
     def landed(self, key):
         life = self.lives[key]
         assert life.d_holds
+        expected = self.expected(life)
         for position, block in zip(life.positions, life.d_blocks, strict=True):
-            assert np.array_equal(self.pair.d.region[block], life.contents[position]), f"{key} landed with other bytes"
+            assert np.array_equal(self.pair.d.region[block], expected[position]), f"{key} landed with other bytes"
         self.num_landed += 1
         self.released_d(key)
 
@@ -251,12 +266,30 @@ class Chaos:
         return len(self.p_pool.free) == len(self.d_pool.free) == NUM_BLOCKS
 
 
+class UnlikeChaos(Chaos):
+    """P's blocks are half as long as D's, of bfloat16; bytes travel as int8, through a staging of few blocks."""
+
+    def __init__(self, transport, seed):
+        layout = replace(LARGE, dtype="bfloat16")
+        super().__init__(transport, seed, layout, replace(layout, block_size=2 * B), "int8")
+
+    def new_contents(self, num_blocks):
+        size = (num_blocks, self.pair.layout.block_bytes // 2)
+        values = self.np_rng.standard_normal(size).astype(np.float32)
+        return from_float32(values, "bfloat16").view(np.uint8)
+
+    def expected(self, life):
+        return unlike_blocks(life.contents, self.pair.layout, self.pair.d_layout, life.num_tokens, "int8")
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_random_lives_end_with_every_block_back_and_no_byte_wrong(transport, caplog):
+@pytest.mark.parametrize("kind", [Chaos, UnlikeChaos])
+def test_random_lives_end_with_every_block_back_and_no_byte_wrong(transport, kind, caplog, monkeypatch):
     """A01, A03, A06, A07, A09, B02."""
+    monkeypatch.setattr(staging, "STAGING_BYTES", 16 * 2 * LARGE.block_bytes)
     seed = int(os.environ.get("KVRELAY_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
     sys.stdout.write(f"KVRELAY_SEED={seed}\n")
-    chaos = Chaos(transport, seed)
+    chaos = kind(transport, seed)
     while chaos.num_started < NUM_LIVES:
         chaos.act()
     chaos.pair.p.wait(SessionUp)

@@ -13,6 +13,7 @@ from support.raw_peer import raw_prefill
 from kvrelay.connector import wire
 from kvrelay.connector.base import EndReason, Failed, FailReason, Landed, Offered, Released, SessionLost
 from kvrelay.connector.messages import CommitMessage, EndMessage, GrantId, GrantMessage, OfferMessage
+from kvrelay.connector.transit import agree_transit
 from kvrelay.connector.transport.base import Copy
 from kvrelay.connector.transport.zmq import PIECE_BYTES, ZmqReader, ZmqWriter
 from kvrelay.engine.clock import MonotonicClock
@@ -62,10 +63,10 @@ class Recorder:
             return what in self.heard or what in [h[:1] for h in self.heard]
 
 
-@pytest.fixture
-def granted(caplog):
+@contextlib.contextmanager
+def granting(**values):
     """D, and a raw P with a session and a grant of two blocks (5 and 2)."""
-    pair = Pair("zmq")
+    pair = Pair("zmq", **values)
     pair.p_values["epoch"] = "raw"
     with raw_prefill(pair.receiver.address()) as peer:
         peer.open()
@@ -76,6 +77,12 @@ def granted(caplog):
         grant = peer.hear(GrantMessage).body
         yield pair, peer, GrantId(peer.nonce, grant.grant_nonce, KEY)
     pair.close()
+
+
+@pytest.fixture
+def granted(caplog):
+    with granting() as parts:
+        yield parts
     assert not [record for record in caplog.records if record.exc_info], "a callback failed"
 
 
@@ -96,6 +103,22 @@ def test_pieces_fill_the_blocks_in_the_order_of_the_grant(granted):
         send(data, grant, start, run[start:end])
     land(pair, peer)
     assert pair.d.region[5].tobytes() + pair.d.region[2].tobytes() == run
+
+
+def test_where_part_of_each_block_comes_no_byte_goes_behind_it():
+    """int8 in transit: what widening will write over, and what lies between two blocks' parts, is out of reach."""
+    with granting(d={"transfer_dtype": "int8"}) as (pair, peer, grant):
+        part = agree_transit(LAYOUT, LAYOUT, "int8").block_bytes
+        data = peer.data()
+        for offset, size in ((part, 1), (part - 1, 2), (0, BLOCK), (BLOCK + part - 1, 2), (2 * BLOCK, 1)):
+            send(data, grant, offset, b"\x07" * size)
+        wait_until(lambda: pair.receiver.statistics().num_dropped == 5)
+        assert not pair.d.region.any()
+        for offset in (0, BLOCK):
+            send(data, grant, offset, bytes(part))
+        land(pair, peer)
+        assert pair.d.of(Landed, KEY)[0].num_bytes == 2 * part
+        assert not pair.d.region.any()
 
 
 def test_doubled_and_overlapping_pieces_are_counted_once(granted):

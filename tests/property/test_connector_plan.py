@@ -1,12 +1,15 @@
 """Plans by absolute position: what is pushed and wanted is copied once, to its own place, in whatever order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
 from kvrelay.connector.base import GrantedRange, GrantPlan, TokenRange
 from kvrelay.connector.intervals import Intervals
-from kvrelay.connector.plan import PushPlan, check_plan, plan_block_ids, plan_positions
+from kvrelay.connector.plan import PushPlan, RecastPlan, check_plan, plan_block_ids, plan_positions
+from kvrelay.connector.transit import agree_transit
 from kvrelay.connector.transport.zmq import PIECE_BYTES, _pieces
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout
@@ -66,6 +69,50 @@ def test_every_wanted_byte_is_copied_once_to_its_own_place(case):
         written[copy.index, copy.start : copy.start + copy.size] += 1
     assert (written == 1).all()
     assert push_plan.num_granted_bytes == written.size
+
+
+@given(transfers(), st.integers(1, 9))
+def test_a_block_of_another_size_is_made_once_of_its_own_tokens_when_they_are_final(case, p_block_size):
+    """D's plan is in blocks of four, as above; P's blocks are of another size, and its pushes lie on their boundaries.
+    Seen to catch a block that is due with its first token, and one that is due twice."""
+    num_tokens, plan, pushes, grant_at = case
+    transit = agree_transit(replace(LAYOUT, block_size=p_block_size), LAYOUT, "int8")
+    source = tuple(range(100, 100 - (-num_tokens // p_block_size)))
+    recast_plan = RecastPlan(source, num_tokens, transit, digests=False)
+    final, seen = {layer: set() for layer in range(3)}, []
+
+    def take():
+        for recast in recast_plan.take_due():
+            positions = range(recast.tokens.start, recast.tokens.end)
+            assert all(final[layer].issuperset(positions) for layer in range(3)), "not final"
+            first = recast.tokens.start // p_block_size
+            assert recast.sources == source[first : first + len(recast.sources)]
+            assert len(recast.sources) == (recast.tokens.end - 1) // p_block_size - first + 1
+            assert recast.size == transit.block_bytes
+            seen.append(recast)
+
+    for i, (tokens, layers) in enumerate(pushes):
+        if i == grant_at:
+            recast_plan.grant(plan)
+            take()
+        start = tokens.start // p_block_size * p_block_size  # on P's boundaries: more than was drawn
+        end = min(-(-tokens.end // p_block_size) * p_block_size, num_tokens)
+        recast_plan.push(TokenRange(start, end), layers)
+        for layer in layers or range(3):
+            final[layer] |= set(range(start, end))
+        take()
+    if grant_at == len(pushes):
+        recast_plan.grant(plan)
+        take()
+    targets, positions = plan_block_ids(plan), plan_positions(plan, B)
+    assert sorted(recast.index for recast in seen) == list(range(len(targets)))
+    for recast in seen:
+        start = positions[recast.index] * B
+        assert (recast.target_block, recast.tokens) == (
+            targets[recast.index],
+            TokenRange(start, min(start + B, num_tokens)),
+        )
+    assert recast_plan.num_granted_bytes == len(targets) * transit.block_bytes
 
 
 @given(transfers(), st.integers(0, 5), st.integers(-3, 3))

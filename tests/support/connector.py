@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 from support.fake_transport import FakeNetwork, FakeReader, FakeWriter
@@ -93,18 +94,20 @@ class Side:
 class Pair:
     """P and D over one transport. Ends with a check that every block came back, once, and that no thread is left."""
 
-    def __init__(self, transport, *, clock=None, connect=True, p=None, d=None, secret="s3cret", layout=LAYOUT):
+    def __init__(
+        self, transport, *, clock=None, connect=True, p=None, d=None, secret="s3cret", layout=LAYOUT, d_layout=None
+    ):
         self.transport = transport
         self.clock = clock or MonotonicClock()
         self.hub = InprocHub() if transport == "inproc" else None
         self.network = FakeNetwork() if transport == "fake" else None
         rng = np.random.default_rng(7)
         self.layout = layout
-        size = (NUM_BLOCKS, layout.block_bytes)
-        self.p = Side(rng.integers(0, 256, size, dtype=np.uint8))
-        self.d = Side(np.zeros(size, np.uint8))
+        self.d_layout = d_layout or layout
+        self.p = Side(rng.integers(0, 256, (NUM_BLOCKS, layout.block_bytes), dtype=np.uint8))
+        self.d = Side(np.zeros((NUM_BLOCKS, self.d_layout.block_bytes), np.uint8))
         self.common = {"layout": layout, "fingerprint": "model", "secret": secret}
-        self.d_values = self.common | {"epoch": new_epoch()} | (d or {})
+        self.d_values = self.common | {"epoch": new_epoch(), "layout": self.d_layout} | (d or {})
         self.p_values = self.common | {"epoch": new_epoch()} | (p or {})
         self.offered, self.granted = {}, {}
         self.freed_p, self.freed_d = [], []
@@ -133,14 +136,21 @@ class Pair:
         self._tell_clock(self.d.connector)
 
     def start_sender(self, *, connect=True):
-        values = self.p_values
+        values = dict(self.p_values)
         if self.network is None:
             self.p.connector = make_sender(
                 region=self.p.region, wake_up=self.p.woken.set, clock=self.clock, hub=self.hub, **values
             )
         else:
-            writers = [FakeWriter(self.network, self.p.region)]
-            self.p.connector = Sender(Identity(**values), writers, self.clock, self.p.woken.set)
+            kv_digests = values.pop("kv_digests", False)
+            self.p.connector = Sender(
+                Identity(**values),
+                self.p.region,
+                {"fake": partial(FakeWriter, self.network)},
+                self.clock,
+                self.p.woken.set,
+                kv_digests=kv_digests,
+            )
         self._tell_clock(self.p.connector)
         if connect:
             self.connect()
@@ -267,6 +277,8 @@ class Pair:
         assert not self.sender.statistics().states
         assert not self.receiver.statistics().states
         assert self.receiver.statistics().num_quarantined_blocks == 0
+        for staging in self.sender._stagings.values():
+            assert staging.slots.num_free() == len(staging.staging), "the staging is not whole again"
 
 
 def assert_no_threads():

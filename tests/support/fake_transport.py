@@ -129,10 +129,11 @@ class FakeReader:
     def end_session(self, session_nonce):
         pass
 
-    def accept(self, grant, block_ids):
+    def accept(self, grant, block_ids, size=None):
         with self.network.lock:
             self.targets[grant] = tuple(block_ids)
-            self.missing[grant] = np.ones((len(block_ids), self.region.shape[1]), bool)
+            self.missing[grant] = np.zeros((len(block_ids), self.region.shape[1]), bool)
+            self.missing[grant][:, :size] = True
 
     def stop(self, grant):
         with self.network.lock:

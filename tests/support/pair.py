@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,10 @@ class Pair:
         kv_digests: bool = True,
         network: FakeNetwork | None = None,
         gguf: Path | None = None,
+        transfer_dtype: str = "auto",
     ) -> None:
         """`network`: bytes move over it as the test says, instead of over ZMQ. `gguf`: what the model was made of."""
+        self._transfer_dtype, self._kv_digests = transfer_dtype, kv_digests
         self.info = read_model_info(model, gguf=gguf)
         self._answers: dict[RequestKey, Answer] = {}
         self._changed = threading.Condition()
@@ -222,13 +225,20 @@ class Pair:
         wake_d, wake_p = self.decode.thread.wake, self.prefill.thread.wake
         if network is None:
             receiver = make_receiver(region=runner_d.region, wake_up=wake_d, **decode)
-            return receiver, make_sender(region=runner_p.region, wake_up=wake_p, **prefill)
+            sender = make_sender(
+                region=runner_p.region,
+                wake_up=wake_p,
+                transfer_dtype=self._transfer_dtype,
+                kv_digests=self._kv_digests,
+                **prefill,
+            )
+            return receiver, sender
         reader = FakeReader(network, runner_d.region)
         receiver = Receiver(
             Identity(**decode), runner_d.region, [reader], clock, wake_d, bind="127.0.0.1", port=0, advertise=""
         )
-        writer = FakeWriter(network, runner_p.region)
-        return receiver, Sender(Identity(**prefill), [writer], clock, wake_p)
+        makers = {"fake": partial(FakeWriter, network)}
+        return receiver, Sender(Identity(**prefill), runner_p.region, makers, clock, wake_p)
 
     def _spy(self) -> None:
         """Write down every offer and grant, and have the guards watch their blocks."""

@@ -29,12 +29,22 @@ def test_two_that_fit_prove_themselves_to_each_other():
     assert rules.session_nonce(P_HELLO, d_hello) == b"p" * 16 + b"d" * 16
 
 
-@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "block_size", "dtype"])
-def test_a_layout_that_differs_is_refused_by_its_field(field):
-    other = replace(LAYOUT, **{field: "float32" if field == "dtype" else 64})
+@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "dtype"])
+def test_a_layout_that_cannot_be_converted_is_refused_by_its_field(field):
+    other = replace(LAYOUT, **{field: "float16" if field == "dtype" else 64})
     with pytest.raises(LayoutMismatch) as refused:
-        rules.check_peer(P, replace(answer(), layout=other))
+        rules.check_answer(P, "d", P_HELLO, replace(answer(), layout=other))
     assert refused.value.field == field
+    with pytest.raises(LayoutMismatch) as refused:
+        rules.check_offered(D, replace(P_HELLO, layout=other))
+    assert refused.value.field == field
+
+
+def test_both_sides_come_to_the_same_form_for_the_bytes():
+    d = replace(D, layout=replace(LAYOUT, block_size=32, dtype="float32"), transfer_dtype="int8")
+    transit = rules.check_answer(P, "d", P_HELLO, answer(d))
+    assert transit == rules.check_offered(d, P_HELLO)
+    assert (transit.source, transit.target, transit.dtype) == (P.layout, d.layout, "int8")
 
 
 @pytest.mark.parametrize(
