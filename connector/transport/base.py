@@ -18,7 +18,7 @@ from kvrelay.connector.messages import Endpoint, GrantId
 Region = Any  # numpy array, uint8 [num_blocks, block_bytes], contiguous
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each block, and a frozen one takes thrice as long to make
 class Copy:
     """`size` bytes from `start` of one of P's blocks to `start` of one of D's. Where their blocks differ, P's are those
     of its staging, which are as long as D's."""

@@ -4,19 +4,19 @@ Two-sided: D's reader thread checks each piece's session, grant and bounds befor
 byte of a grant once, however often it comes. P packs by copying, so a block is P's again as soon as it is packed.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import zmq
 
 from kvrelay.connector import wire
-from kvrelay.connector.intervals import Intervals
 from kvrelay.connector.loop import Loop
 from kvrelay.connector.messages import Endpoint, GrantId
 from kvrelay.connector.sockets import Monitored, Prober, Sent, dealer, join_address, listen, send_to
 from kvrelay.connector.transport.base import Copy, ReaderEvents, Region, WriterEvents
+from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, cut, flat
 from kvrelay.connector.transport.queue import InHand, WriteQueue
+from kvrelay.connector.transport.target import Target
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import ConfigError, InvalidArgument
 from kvrelay.engine.log import fields, get_logger
@@ -24,11 +24,9 @@ from kvrelay.engine.log import fields, get_logger
 log = get_logger(__name__)
 
 NAME = "zmq"
-PIECE_BYTES = wire.MAX_PIECE_BYTES
 _MAX_QUEUED = 4  # pieces, at each end of a connection
 _MAX_WRITES = 16  # pieces written before a monitor has its turn
 _MAX_READS = 16  # pieces handled before a monitor has its turn
-_MAX_GAPS = 65_536  # in what has come of one grant
 _STOP_S = 5.0
 
 
@@ -65,15 +63,6 @@ class ZmqWriter:
             log.error("writers_stuck", extra=fields(transport=NAME, num_threads=num_stuck))
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Copies that lie one after another in the grant's run of bytes, at most PIECE_BYTES in all."""
-
-    offset: int
-    size: int = 0
-    copies: list[Copy] = field(default_factory=list)
-
-
 class ZmqLink:
     """One data connection to a D. `write`, `stop` and `close` may be called from any thread."""
 
@@ -86,21 +75,21 @@ class ZmqLink:
         address: str,
         events: WriterEvents,
     ) -> None:
-        self._region = region
+        self._pool = flat(region)
+        self._block_bytes = region.shape[1]
         self._context = context
         self._session_nonce = session_nonce
         self._address = address
         self._events = events
-        self._queue: WriteQueue[_Piece] = WriteQueue()
+        self._queue: WriteQueue[Piece] = WriteQueue()
         self._connection: Monitored | None = None
         self._is_greeted = False
-        self._buffer = np.empty(PIECE_BYTES, np.uint8)
         self._loop = Loop(f"kv-write-{NAME}", clock)
         self._loop.start()
         self._loop.post(self._dial)
 
     def write(self, grant: GrantId, copies: Sequence[Copy]) -> None:
-        self._queue.put(grant, _pieces(copies, self._region.shape[1]))
+        self._queue.put(grant, cut(copies, self._pool, self._block_bytes))
         self._loop.post(self._watch)
 
     def stop(self, grant: GrantId) -> bool:
@@ -163,21 +152,19 @@ class ZmqLink:
         if work is None:
             return False
         grant, piece = work
-        self._pack(piece)
+        payload = self._pack(piece)
         if self._queue.end():
             self._events.writer_idle(grant)
-        elif self._send([wire.encode_header(grant, piece.offset, piece.size), self._buffer[: piece.size].data]):
+        elif self._send([wire.encode_header(grant, piece.offset, piece.size), payload]):
             self._events.written(grant, piece.size)
         return True
 
-    def _pack(self, piece: _Piece) -> None:
-        at = 0
-        for copy in piece.copies:
-            self._buffer[at : at + copy.size] = self._region[copy.source_block, copy.start : copy.start + copy.size]
-            at += copy.size
+    def _pack(self, piece: Piece) -> bytes:
+        """One call for all of its blocks."""
+        return b"".join(piece.views)
 
-    def _send(self, frames: "list[bytes | memoryview]") -> bool:
-        """ZMQ takes its own copy of the frames: measured as fast as lending it the buffer, and nothing to wait for."""
+    def _send(self, frames: list[bytes]) -> bool:
+        """ZMQ takes its own copy of the frames: measured as fast as lending it them, and nothing to wait for."""
         assert self._connection is not None
         try:
             self._connection.socket.send_multipart(frames, zmq.NOBLOCK)
@@ -196,56 +183,7 @@ class ZmqLink:
             self._connection = None
 
 
-def _pieces(copies: Sequence[Copy], block_bytes: int) -> Iterator[_Piece]:
-    """Cut and join copies, in the order of their places in the grant, into pieces as large as allowed."""
-    piece: _Piece | None = None
-    for copy in sorted(copies, key=lambda copy: (copy.index, copy.start)):
-        start, end = copy.start, copy.start + copy.size
-        while start < end:
-            offset = copy.index * block_bytes + start
-            if piece is None or piece.size == PIECE_BYTES or piece.offset + piece.size != offset:
-                if piece is not None:
-                    yield piece
-                piece = _Piece(offset)
-            size = min(end - start, PIECE_BYTES - piece.size)
-            piece.copies.append(Copy(copy.source_block, copy.target_block, copy.index, start, size))
-            piece.size += size
-            start += size
-    if piece is not None:
-        yield piece
-
-
 # --- D ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _Target:
-    """Where a live grant's bytes go, and which of them have come."""
-
-    block_ids: tuple[int, ...]
-    block_bytes: int
-    part: int  # how much of each block comes
-    received: Intervals = field(default_factory=Intervals)
-
-    @property
-    def size(self) -> int:
-        """Of the grant, in bytes."""
-        return len(self.block_ids) * self.part
-
-    def check(self, offset: int, size: int) -> None:
-        """Raises: InvalidArgument for a piece that reaches outside the grant, or scatters it beyond reason."""
-        start, end = offset, offset + size
-        if self.part != self.block_bytes:  # a piece lies in one block
-            index, start = divmod(offset, self.block_bytes)
-            end = start + size if index < len(self.block_ids) else self.block_bytes
-            if end > self.part:
-                raise InvalidArgument("offset", offset, f"{size} bytes from there: only {self.part} of a block come")
-        elif end > self.size:
-            raise InvalidArgument("offset", offset, f"{size} bytes from there do not lie in a grant of {self.size}")
-        if not size:
-            raise InvalidArgument("size", size, "must be positive")
-        if len(self.received) >= _MAX_GAPS:
-            raise InvalidArgument("offset", offset, f"the grant has {_MAX_GAPS} gaps already")
 
 
 @dataclass(slots=True, eq=False)
@@ -263,7 +201,8 @@ class ZmqReader:
 
     def __init__(self, region: Region, clock: Clock, bind: str, port: int, advertise: str) -> None:
         self.num_dropped = 0
-        self._region = region
+        self._pool = flat(region)
+        self._block_bytes = region.shape[1]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._socket, bound_port = listen(self._context, bind, port, max_queued=_MAX_QUEUED, max_bytes=PIECE_BYTES)
@@ -273,7 +212,7 @@ class ZmqReader:
         self.endpoint = Endpoint(NAME, join_address(advertise or bind, bound_port))
         self._events: ReaderEvents | None = None
         self._in_hand = InHand()  # its lock guards the next two as well
-        self._targets: dict[GrantId, _Target] = {}
+        self._targets: dict[GrantId, Target] = {}
         self._connections: dict[bytes, _Connection] = {}  # by routing id
         self._monitored: Monitored | None = None
         self._loop = Loop(f"kv-read-{NAME}", clock)
@@ -293,10 +232,8 @@ class ZmqReader:
             self._connections.pop(_routing_id(session_nonce), None)
 
     def accept(self, grant: GrantId, block_ids: Sequence[int], size: int | None = None) -> None:
-        block_bytes = self._region.shape[1]
-        target = _Target(tuple(block_ids), block_bytes, block_bytes if size is None else size)
         with self._in_hand.lock:
-            self._targets[grant] = target
+            self._targets[grant] = Target.of(block_ids, self._block_bytes, size)
 
     def stop(self, grant: GrantId) -> bool:
         with self._in_hand.lock:
@@ -344,7 +281,7 @@ class ZmqReader:
         grant, offset, size = wire.decode_header(frames[0].bytes)
         if routing_id != _routing_id(grant.session_nonce):
             raise InvalidArgument("session_nonce", grant.session_nonce, "is not this connection's")
-        data = np.frombuffer(frames[1].buffer, np.uint8)
+        data = memoryview(frames[1].buffer)
         if len(data) != size:
             raise InvalidArgument("size", size, f"the piece has {len(data)} bytes")
         with self._in_hand.lock:
@@ -353,7 +290,7 @@ class ZmqReader:
                 raise InvalidArgument("grant", grant.key, "is not live")
             target.check(offset, size)
             self._in_hand.begin(grant)
-        self._scatter(target.block_ids, offset, data)
+        self._scatter(target, offset, data)
         self._finish(grant, target, offset, size)
 
     def _greeted(self, routing_id: bytes) -> None:
@@ -362,21 +299,18 @@ class ZmqReader:
             if connection is not None:
                 connection.is_up = True
 
-    def _scatter(self, block_ids: tuple[int, ...], offset: int, data: Region) -> None:
-        block_bytes = self._region.shape[1]
+    def _scatter(self, target: Target, offset: int, data: memoryview) -> None:
         at = 0
-        while at < len(data):
-            index, start = divmod(offset + at, block_bytes)
-            size = min(block_bytes - start, len(data) - at)
-            self._region[block_ids[index], start : start + size] = data[at : at + size]
-            at += size
+        for view in target.views(self._pool, offset, len(data)):
+            view[:] = data[at : at + len(view)]
+            at += len(view)
 
-    def _finish(self, grant: GrantId, target: _Target, offset: int, size: int) -> None:
+    def _finish(self, grant: GrantId, target: Target, offset: int, size: int) -> None:
         assert self._events is not None
         with self._in_hand.lock:
             stopped = self._in_hand.end()
             target.received.add(offset, offset + size)
-            is_complete = target.received.total == target.size
+            is_complete = target.is_complete
             if is_complete:
                 self._targets.pop(grant, None)  # nothing may be written into landed blocks
         if stopped:

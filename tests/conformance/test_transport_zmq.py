@@ -9,13 +9,15 @@ import pytest
 import zmq
 from support.connector import LAYOUT, Pair, handover, wait_until
 from support.raw_peer import raw_prefill
+from support.recorder import Recorder
 
 from kvrelay.connector import wire
 from kvrelay.connector.base import EndReason, Failed, FailReason, Landed, Offered, Released, SessionLost
 from kvrelay.connector.messages import CommitMessage, EndMessage, GrantId, GrantMessage, OfferMessage
 from kvrelay.connector.transit import agree_transit
 from kvrelay.connector.transport.base import Copy
-from kvrelay.connector.transport.zmq import PIECE_BYTES, ZmqReader, ZmqWriter
+from kvrelay.connector.transport.pieces import PIECE_BYTES
+from kvrelay.connector.transport.zmq import ZmqReader, ZmqWriter
 from kvrelay.engine.clock import MonotonicClock
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.request import RequestKey
@@ -24,43 +26,6 @@ B = LAYOUT.block_size
 BLOCK = LAYOUT.block_bytes
 KEY = RequestKey("r", 0)
 LARGE = KVLayout(num_layers=3, num_kv_heads=1, head_dim=1000, block_size=16, dtype="float32")  # 384,000 bytes a block
-
-
-class Recorder:
-    """Hears what a writer or a reader has to say."""
-
-    def __init__(self):
-        self.heard = []
-        self.lock = threading.Lock()
-
-    def _add(self, *what):
-        with self.lock:
-            self.heard.append(what)
-
-    def written(self, grant, num_bytes):
-        self._add("written", num_bytes)
-
-    def writer_idle(self, grant):
-        self._add("writer_idle", grant)
-
-    def write_failed(self, nonce, reason):
-        self._add("write_failed", nonce)
-
-    def all_in(self, grant):
-        self._add("all_in", grant)
-
-    def reader_idle(self, grant):
-        self._add("reader_idle", grant)
-
-    def read_failed(self, nonce, reason):
-        self._add("read_failed", nonce)
-
-    def fenced(self, nonce):
-        self._add("fenced", nonce)
-
-    def has(self, *what):
-        with self.lock:
-            return what in self.heard or what in [h[:1] for h in self.heard]
 
 
 @contextlib.contextmanager
@@ -254,8 +219,7 @@ def stuck():
 
 
 def num_written(recorder):
-    with recorder.lock:
-        return sum(what[1] for what in recorder.heard if what[0] == "written")
+    return sum(size for (size,) in recorder.of("written"))
 
 
 def test_a_writer_whose_peer_does_not_read_holds_a_bounded_number_of_bytes_and_stops_at_once(stuck):
@@ -277,65 +241,62 @@ def test_the_end_of_the_peer_frees_a_stuck_writer(stuck):
     wait_until(lambda: recorder.has("write_failed"))
 
 
-class SlowRegion:
-    """A pool whose blocks are read and written only after the test has let go."""
+class Gate:
+    """A step of a thread that goes on only after the test has let go."""
 
-    def __init__(self, fill):
-        self.blocks = np.full((4, LARGE.block_bytes), fill, np.uint8)
-        self.shape = self.blocks.shape
-        self.touched, self.let_go = threading.Event(), threading.Event()
+    def __init__(self, step):
+        self.step = step
+        self.entered, self.let_go = threading.Event(), threading.Event()
 
-    def __getitem__(self, where):
-        self.touched.set()
+    def __call__(self, *arguments):
+        self.entered.set()
         assert self.let_go.wait(20)
-        return self.blocks[where]
-
-    def __setitem__(self, where, data):
-        self.touched.set()
-        assert self.let_go.wait(20)
-        self.blocks[where] = data
+        return self.step(*arguments)
 
 
 @contextlib.contextmanager
-def writing(source, target):
-    """Four blocks on their way from one region to another, without a connector."""
+def writing(target, *, gate_of):
+    """Four blocks on their way from one region to another, without a connector, and one end held inside a piece."""
     recorder, nonce = Recorder(), b"s" * 32
     reader = ZmqReader(target, MonotonicClock(), "127.0.0.1", 0, "")
-    writer = ZmqWriter(source, MonotonicClock())
+    writer = ZmqWriter(np.ones_like(target), MonotonicClock())
     reader.start(recorder)
     reader.begin_session(nonce)
     grant = GrantId(nonce, b"g" * 16, KEY)
     reader.accept(grant, (0, 1, 2, 3))
     link = writer.connect(nonce, reader.endpoint.address, recorder)
+    if gate_of == "reader":
+        gate = reader._scatter = Gate(reader._scatter)
+    else:
+        gate = link._pack = Gate(link._pack)
     link.write(grant, [Copy(i, i, i, 0, LARGE.block_bytes) for i in range(4)])
-    yield reader, link, grant, recorder
+    assert gate.entered.wait(20)
+    yield reader, link, grant, recorder, gate
     writer.close()
     reader.close()
 
 
 def test_a_reader_inside_a_piece_is_not_idle_until_it_has_left():
     """A06: the handshake between the thread that gives blocks up and the thread that writes into them."""
-    source, target = np.ones((4, LARGE.block_bytes), np.uint8), SlowRegion(0)
-    with writing(source, target) as (reader, _link, grant, recorder):
-        assert target.touched.wait(20)
+    target = np.zeros((4, LARGE.block_bytes), np.uint8)
+    with writing(target, gate_of="reader") as (reader, _link, grant, recorder, gate):
         assert reader.stop(grant) is False
         assert not recorder.has("reader_idle", grant)
-        target.let_go.set()
+        gate.let_go.set()
         wait_until(lambda: recorder.has("reader_idle", grant))
-        target.blocks[:] = 3
+        target[:] = 3
         wait_until(lambda: reader.num_dropped)
-        assert (target.blocks == 3).all()
+        assert (target == 3).all()
         assert not recorder.has("all_in", grant)
 
 
 def test_a_writer_inside_a_piece_is_not_idle_until_it_has_left():
     """A07."""
-    source, target = SlowRegion(1), np.zeros((4, LARGE.block_bytes), np.uint8)
-    with writing(source, target) as (_reader, link, grant, recorder):
-        assert source.touched.wait(20)
+    target = np.zeros((4, LARGE.block_bytes), np.uint8)
+    with writing(target, gate_of="writer") as (_reader, link, grant, recorder, gate):
         assert link.stop(grant) is False
         assert not recorder.has("writer_idle", grant)
-        source.let_go.set()
+        gate.let_go.set()
         wait_until(lambda: recorder.has("writer_idle", grant))
         assert not recorder.has("written")
     assert not target.any()

@@ -10,7 +10,8 @@ from kvrelay.connector.base import GrantedRange, GrantPlan, TokenRange
 from kvrelay.connector.intervals import Intervals
 from kvrelay.connector.plan import PushPlan, RecastPlan, check_plan, plan_block_ids, plan_positions
 from kvrelay.connector.transit import agree_transit
-from kvrelay.connector.transport.zmq import PIECE_BYTES, _pieces
+from kvrelay.connector.transport.pieces import MAX_VIEWS, PIECE_BYTES, advance, cut
+from kvrelay.connector.transport.target import Target
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout
 
@@ -163,9 +164,45 @@ def test_pieces_cover_the_copies_and_none_is_too_large(case, block_bytes):
     copies = [
         type(c)(c.source_block, c.target_block, c.index, c.start * scale, c.size * scale) for c in push_plan.take_due()
     ]
+    size = layout.block_bytes * scale
+    sources = {copy.index: copy.source_block for copy in copies}
+    pool = np.zeros(10 * size, np.uint8)
     seen = Intervals()
-    for piece in _pieces(copies, layout.block_bytes * scale):
+    for piece in cut(copies, memoryview(pool), size):
         assert 0 < piece.size <= PIECE_BYTES
-        assert sum(copy.size for copy in piece.copies) == piece.size
+        assert 0 < len(piece.views) <= MAX_VIEWS
         assert seen.add(piece.offset, piece.offset + piece.size) == piece.size
+        at = piece.offset
+        for start, end in places(pool, piece.views):
+            assert start == sources[at // size] * size + at % size
+            assert end <= (sources[at // size] + 1) * size
+            at += end - start
+        assert at == piece.offset + piece.size
     assert seen.total == sum(copy.size for copy in copies)
+
+
+def places(pool, views):
+    """The [start, end) of each view in the pool."""
+    base = pool.ctypes.data
+    starts = [np.frombuffer(view, np.uint8).ctypes.data - base for view in views]
+    return [(start, start + len(view)) for start, view in zip(starts, views, strict=True)]
+
+
+@given(st.permutations(range(8)), st.integers(1, 8), st.integers(1, 9), st.data())
+def test_bytes_at_any_offset_of_a_grant_go_to_the_block_that_the_grant_says(blocks, num_blocks, block_bytes, data):
+    pool = np.zeros(8 * block_bytes, np.uint8)
+    target = Target.of(blocks[:num_blocks], block_bytes)
+    offset = data.draw(st.integers(0, target.size - 1))
+    size = data.draw(st.integers(1, target.size - offset))
+    target.check(offset, size)
+    found = [i for start, end in places(pool, target.views(memoryview(pool), offset, size)) for i in range(start, end)]
+    assert found == [blocks[at // block_bytes] * block_bytes + at % block_bytes for at in range(offset, offset + size)]
+
+
+@given(st.lists(st.binary(min_size=1, max_size=5), max_size=8), st.data())
+def test_what_is_left_behind_the_first_bytes_of_views(parts, data):
+    whole = b"".join(parts)
+    size = data.draw(st.integers(0, len(whole)))
+    left = advance([memoryview(part) for part in parts], size)
+    assert b"".join(left) == whole[size:]
+    assert all(left)

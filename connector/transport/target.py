@@ -1,0 +1,60 @@
+"""Where a live grant's bytes go on D, for transports whose pieces D itself puts into its blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.connector.intervals import Intervals
+from kvrelay.engine.errors import InvalidArgument
+
+_MAX_GAPS = 65_536  # in what has come of one grant
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """One grant's blocks, and which of their bytes have come: each is counted once, however often it comes."""
+
+    block_ids: tuple[int, ...]
+    block_bytes: int
+    part: int  # how much of each block comes: its first bytes
+    is_live: bool = True
+    received: Intervals = field(default_factory=Intervals)
+
+    @classmethod
+    def of(cls, block_ids: Sequence[int], block_bytes: int, part: int | None = None) -> "Target":
+        """`part`: None for whole blocks."""
+        return cls(tuple(block_ids), block_bytes, block_bytes if part is None else part)
+
+    @property
+    def size(self) -> int:
+        """Of what comes, in bytes."""
+        return len(self.block_ids) * self.part
+
+    @property
+    def is_complete(self) -> bool:
+        return self.received.total == self.size
+
+    def check(self, offset: int, size: int) -> None:
+        """Raises: InvalidArgument for a piece that reaches outside the grant, or scatters it beyond reason."""
+        start, end = offset, offset + size
+        if self.part != self.block_bytes:  # a piece lies in one block
+            index, start = divmod(offset, self.block_bytes)
+            end = start + size if index < len(self.block_ids) else self.block_bytes
+            if end > self.part:
+                raise InvalidArgument("offset", offset, f"{size} bytes from there: only {self.part} of a block come")
+        elif end > self.size:
+            raise InvalidArgument("offset", offset, f"{size} bytes from there do not lie in a grant of {self.size}")
+        if not size:
+            raise InvalidArgument("size", size, "must be positive")
+        if len(self.received) >= _MAX_GAPS:
+            raise InvalidArgument("offset", offset, f"the grant has {_MAX_GAPS} gaps already")
+
+    def views(self, pool: memoryview, offset: int, size: int) -> list[memoryview]:
+        """The places in the pool of `size` bytes at `offset` of the grant, which were checked."""
+        block_bytes = self.block_bytes
+        first, skipped = divmod(offset, block_bytes)
+        last, rest = divmod(offset + size, block_bytes)
+        found = [pool[i * block_bytes : (i + 1) * block_bytes] for i in self.block_ids[first : last + (rest > 0)]]
+        if rest:
+            found[-1] = found[-1][:rest]
+        found[0] = found[0][skipped:]
+        return found
