@@ -9,9 +9,13 @@ from kvrelay.connector.session import Identity
 from kvrelay.connector.staging import MakeWriter
 from kvrelay.connector.transport.base import Reader, Region
 from kvrelay.connector.transport.inproc import InprocHub, InprocReader, InprocWriter
+from kvrelay.connector.transport.tcp import DataTls, is_trusted
+from kvrelay.connector.transport.tcp_reader import TcpReader
+from kvrelay.connector.transport.tcp_writer import TcpWriter
 from kvrelay.connector.transport.zmq import ZmqReader, ZmqWriter
 from kvrelay.engine.clock import Clock, MonotonicClock
 from kvrelay.engine.config import KvTransferDtype, KvTransport
+from kvrelay.engine.errors import ConfigError
 from kvrelay.engine.kv_layout import KVLayout
 
 
@@ -29,15 +33,23 @@ def make_sender(
     transport: KvTransport = "auto",
     transfer_dtype: KvTransferDtype = "auto",
     kv_digests: bool = False,
+    insecure: bool = False,
+    data_tls: DataTls | None = None,
 ) -> Sender:
     """P's half over `region`, P's pool as bytes. With a hub, D's on the same hub are reached through it.
 
     `transport`: the only one to use; auto: the first in order of preference that a D offers and that reaches it.
-    `transfer_dtype`: in what KV travels; auto: as D says, or else the narrower of both pools' dtypes.
+    `transfer_dtype`: in what KV travels; auto: as D says, or else the narrower of both pools' dtypes. `insecure`: KV may
+    travel in the clear beyond this machine.
+
+    Raises: ConfigError for files that make no TLS.
     """
     clock = clock or MonotonicClock()
     _check_region(region, layout)
-    makers: dict[str, MakeWriter] = {"zmq": lambda over: ZmqWriter(over, clock)}  # the preferred one first
+    makers: dict[str, MakeWriter] = {  # the preferred one first
+        "tcp": lambda over: TcpWriter(over, clock, secret, insecure=insecure, tls=data_tls),
+        "zmq": lambda over: ZmqWriter(over, clock),
+    }
     makers = {name: make for name, make in makers.items() if transport in ("auto", name)}
     if hub is not None:
         makers = {"inproc": lambda over: InprocWriter(hub, over), **makers}
@@ -64,23 +76,38 @@ def make_receiver(
     advertise: str = "",
     control_port: int = 0,
     data_port: int = 0,
+    tcp_port: int = 0,
     clock: Clock | None = None,
     hub: InprocHub | None = None,
     quantization: str = "none",
     transport: KvTransport = "auto",
     transfer_dtype: KvTransferDtype = "auto",
+    insecure: bool = False,
+    data_tls: DataTls | None = None,
 ) -> Receiver:
     """D's half over `region`, D's pool as bytes; listens when it returns. Ports of 0: any free ones.
 
     `transport`: the only one to offer; auto: all. `transfer_dtype`: in what KV travels; auto: as P says, or else the
-    narrower of both pools' dtypes.
+    narrower of both pools' dtypes. `insecure`: KV may come in the clear from beyond this machine.
 
-    Raises: ConfigError if an address cannot be bound.
+    Raises: ConfigError if an address cannot be bound, or what is asked for is not safe there.
     """
     clock = clock or MonotonicClock()
     _check_region(region, layout)
     makers: dict[str, Callable[[], Reader]] = {"zmq": lambda: ZmqReader(region, clock, bind, data_port, advertise)}
-    readers = [make() for name, make in makers.items() if transport in ("auto", name)]
+    if data_tls is not None or is_trusted(bind, insecure=insecure):
+        makers["tcp"] = lambda: TcpReader(region, clock, secret, bind, tcp_port, advertise, tls=data_tls)
+    elif transport == "tcp":
+        raise ConfigError(f"kv_transport = tcp: beyond loopback ({bind}) only with data_tls_* or --insecure")
+    readers: list[Reader] = []
+    try:
+        for name, make in makers.items():
+            if transport in ("auto", name):
+                readers.append(make())
+    except ConfigError:
+        for reader in readers:
+            reader.close()
+        raise
     if hub is not None:
         readers.append(InprocReader(hub, epoch, region))
     identity = Identity(

@@ -1,6 +1,7 @@
 """The decode node as a process: what its core is made of."""
 
 from kvrelay.connector.factory import make_receiver
+from kvrelay.connector.transport.tcp import DataTls
 from kvrelay.decode_node.config import DecodeConfig
 from kvrelay.decode_node.node import DecodeNode
 from kvrelay.decode_node.scheduler import DecodeScheduler
@@ -31,8 +32,11 @@ def _build(config: DecodeConfig, parts: NodeParts) -> tuple[NodeCore, str]:
         advertise=parts.advertise,
         control_port=config.control_port,
         data_port=config.data_port,
+        tcp_port=config.tcp_port,
         transport=config.kv_transport,
         transfer_dtype=config.kv_transfer_dtype,
+        insecure=config.insecure,
+        data_tls=DataTls.of(config.data_tls_cert, config.data_tls_key, config.data_tls_ca),
         clock=parts.clock,
     )
     engine = Engine(scheduler, executor, parts.info.eos_token_ids, parts.clock)

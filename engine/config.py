@@ -3,6 +3,7 @@
 The fields' docstrings are the flags' help; a role's own config extends this one.
 """
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +12,7 @@ from kvrelay.engine.errors import ConfigError
 
 MAX_AGEING_S = 1e6
 Quantization = Literal["none", "int8", "int4", "gguf"]
-KvTransport = Literal["auto", "zmq"]
+KvTransport = Literal["auto", "tcp", "zmq"]
 KvTransferDtype = Literal["auto", "bfloat16", "int8", "fp8"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -38,6 +39,14 @@ def check_advertise(bind: str, advertise: str) -> None:
     """Raises: ConfigError for a bind to every address with no address to be dialled at."""
     if bind in ("0.0.0.0", "::") and not advertise:
         raise ConfigError(f"bind = {bind}: says no address that others could dial; set --advertise")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own, whatever its network."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import os
 import signal
 from typing import Any
 
+from kvrelay.engine.config import is_loopback
 from kvrelay.engine.errors import ConfigError
 
 READY_FD = "KVRELAY_READY_FD"
@@ -55,8 +56,7 @@ def cluster_secret() -> str:
 
 def check_bind(bind: str, secret: str, insecure: bool) -> None:
     """Raises: ConfigError for an address beyond loopback without a cluster secret or --insecure."""
-    loopback = bind == "localhost" or bind == "::1" or bind.startswith("127.")
-    if not loopback and not secret and not insecure:
+    if not is_loopback(bind) and not secret and not insecure:
         raise ConfigError(
             f"bind = {bind}: reaches beyond this machine; set {CLUSTER_SECRET} on every role, or pass --insecure"
         )

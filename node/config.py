@@ -21,11 +21,17 @@ class NodeConfig(EngineConfig):
     name: str = ""
     """Name in logs and statistics; empty: the role and a part of its epoch."""
     insecure: bool = False
-    """Allow a bind beyond loopback without a cluster secret."""
+    """Allow a bind beyond loopback without a cluster secret, and KV over plain TCP beyond loopback."""
     kv_transport: KvTransport = "auto"
     """What moves KV between nodes; auto: the fastest that both nodes have and that reaches the other."""
     kv_transfer_dtype: KvTransferDtype = "auto"
     """In what KV travels; auto: the narrower of both nodes' own; bfloat16, int8, fp8: fewer bytes, not exact."""
+    data_tls_cert: str = ""
+    """PEM file of this node's certificate for KV over TCP with TLS; the three data-tls files go together."""
+    data_tls_key: str = ""
+    """PEM file of that certificate's key."""
+    data_tls_ca: str = ""
+    """PEM file of the authority that has signed the other nodes' certificates."""
     drain_timeout_s: float = 30.0
     """How long requests may still run after SIGTERM."""
     log_json: bool = False
@@ -37,3 +43,6 @@ class NodeConfig(EngineConfig):
             raise ConfigError("router: at least one address is needed")
         check_port("port", self.port)
         check_advertise(self.bind, self.advertise)
+        files = (self.data_tls_cert, self.data_tls_key, self.data_tls_ca)
+        if any(files) and not all(files):
+            raise ConfigError("data_tls_cert, data_tls_key, data_tls_ca: all three or none")

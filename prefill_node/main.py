@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from kvrelay.connector.factory import make_sender
+from kvrelay.connector.transport.tcp import DataTls
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.scheduler import Scheduler
@@ -36,6 +37,8 @@ def _build(config: PrefillConfig, parts: NodeParts) -> tuple[NodeCore, str]:
         transport=config.kv_transport,
         transfer_dtype=config.kv_transfer_dtype,
         kv_digests=config.kv_digests,
+        insecure=config.insecure,
+        data_tls=DataTls.of(config.data_tls_cert, config.data_tls_key, config.data_tls_ca),
     )
     engine = Engine(scheduler, executor, parts.info.eos_token_ids, parts.clock, hands_over=True)
     return PrefillNode(engine, sender, parts.clock, parts.on_report, kv_digests=config.kv_digests), ""

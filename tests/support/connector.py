@@ -33,7 +33,8 @@ from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.request import OutputToken, RequestKey
 from kvrelay.engine.secret import new_epoch
 
-TRANSPORTS = ("zmq", "inproc", "fake")
+TRANSPORTS = ("tcp", "zmq", "inproc", "fake")
+NAMED = ("tcp", "zmq")  # those that --kv-transport can name
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 64
 PATIENCE_S = 20.0  # a generous deadline for things that take milliseconds
@@ -95,8 +96,19 @@ class Pair:
     """P and D over one transport. Ends with a check that every block came back, once, and that no thread is left."""
 
     def __init__(
-        self, transport, *, clock=None, connect=True, p=None, d=None, secret="s3cret", layout=LAYOUT, d_layout=None
+        self,
+        transport,
+        *,
+        clock=None,
+        connect=True,
+        p=None,
+        d=None,
+        secret="s3cret",
+        layout=LAYOUT,
+        d_layout=None,
+        **d_options,
     ):
+        """`d_options`: further arguments of make_receiver, at each start of D."""
         self.transport = transport
         self.clock = clock or MonotonicClock()
         self.hub = InprocHub() if transport == "inproc" else None
@@ -109,6 +121,8 @@ class Pair:
         self.common = {"layout": layout, "fingerprint": "model", "secret": secret}
         self.d_values = self.common | {"epoch": new_epoch(), "layout": self.d_layout} | (d or {})
         self.p_values = self.common | {"epoch": new_epoch()} | (p or {})
+        self.named = {"transport": transport} if transport in NAMED else {}
+        self.d_options = d_options
         self.offered, self.granted = {}, {}
         self.freed_p, self.freed_d = [], []
         self.start_receiver()
@@ -120,7 +134,14 @@ class Pair:
         values = self.d_values
         if self.network is None:
             self.d.connector = make_receiver(
-                region=self.d.region, wake_up=self.d.woken.set, clock=self.clock, hub=self.hub, **values, **ports
+                region=self.d.region,
+                wake_up=self.d.woken.set,
+                clock=self.clock,
+                hub=self.hub,
+                **values,
+                **self.named,
+                **self.d_options,
+                **ports,
             )
         else:
             self.d.connector = Receiver(
@@ -139,7 +160,12 @@ class Pair:
         values = dict(self.p_values)
         if self.network is None:
             self.p.connector = make_sender(
-                region=self.p.region, wake_up=self.p.woken.set, clock=self.clock, hub=self.hub, **values
+                region=self.p.region,
+                wake_up=self.p.woken.set,
+                clock=self.clock,
+                hub=self.hub,
+                **self.named,
+                **values,
             )
         else:
             kv_digests = values.pop("kv_digests", False)
