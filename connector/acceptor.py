@@ -12,7 +12,7 @@ from typing import Protocol
 
 import zmq
 
-from kvrelay.connector import session as rules, wire
+from kvrelay.connector import curve, session as rules, wire
 from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import Body, Endpoint, Envelope, Hello, HelloProof, Ping, TransferMessage
 from kvrelay.connector.session import HANDSHAKE_S, LOST_AFTER_S, PING_S, Identity, Session
@@ -78,8 +78,16 @@ class Acceptor:
         self._events = events
         self._peers: dict[bytes, _Peer] = {}  # by the connection's routing id
         self._tick_timer: Timer | None = None
-        self._socket, bound_port = listen(context, bind, port, max_queued=_MAX_QUEUED, max_bytes=wire.MAX_MESSAGE_BYTES)
-        self.address = join_address(advertise or bind, bound_port)
+        is_curve = curve.is_due(identity.secret, bind, advertise or bind)
+        self._socket, bound_port = listen(
+            context,
+            bind,
+            port,
+            max_queued=_MAX_QUEUED,
+            max_bytes=wire.MAX_MESSAGE_BYTES,
+            curve_secret=identity.secret if is_curve else "",
+        )
+        self.address = (curve.SCHEME if is_curve else "") + join_address(advertise or bind, bound_port)
         self._connection: Monitored | None = None
         self._prober = Prober(loop, self._probe)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import zmq
 
-from kvrelay.connector import session as rules, wire
+from kvrelay.connector import curve, session as rules, wire
 from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import Body, Endpoint, Envelope, Hello, HelloProof, Ping, TransferMessage
 from kvrelay.connector.session import HANDSHAKE_S, LOST_AFTER_S, PING_S, Identity, Session
@@ -20,7 +20,7 @@ from kvrelay.connector.sockets import Monitored, dealer
 from kvrelay.connector.transit import Transit
 from kvrelay.connector.transport.base import Writer
 from kvrelay.engine.clock import Clock
-from kvrelay.engine.errors import InvalidArgument, KvrelayError, Unavailable
+from kvrelay.engine.errors import InvalidArgument, KvrelayError, Unauthenticated, Unavailable
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import RequestKey
 from kvrelay.engine.secret import new_nonce
@@ -70,6 +70,7 @@ class Dialer:
         self._identity = identity
         self._writers = writers
         self._address = address
+        self._is_curve = address.startswith(curve.SCHEME)
         self._events = events
         self._idle_sessions = idle_sessions  # shared with the sender, which appends to it
         self._connection: Monitored | None = None
@@ -107,8 +108,13 @@ class Dialer:
         self._hello = self._identity.hello(new_nonce(), idle_sessions=tuple(self._idle_sessions))
         socket = dealer(self._context, max_queued=_MAX_QUEUED, max_bytes=wire.MAX_MESSAGE_BYTES)
         self._connection = Monitored(self._loop, socket, self._connection_ended)
+        try:
+            address = curve.prepare(socket, self._identity.secret, self._address)
+        except KvrelayError as error:
+            self._fail(error)
+            return
         self._connection.watch(zmq.POLLOUT, self._connected)
-        if wrong := self._connection.connect(self._address):
+        if wrong := self._connection.connect(address):
             self._fail(Unavailable(wrong))
             return
         self._timer = self._loop.call_in(
@@ -123,6 +129,9 @@ class Dialer:
 
     def _connection_ended(self) -> None:
         self._read()  # what came before the end counts
+        if self._connection is not None and self._connection.has_failed_handshake and self._is_curve:
+            self._fail(Unauthenticated(f"{self._address}: the handshake failed: the cluster secrets differ"))
+            return
         self._end("the connection ended")
 
     def _end(self, reason: str) -> None:

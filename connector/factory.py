@@ -48,7 +48,7 @@ def make_sender(
     _check_region(region, layout)
     makers: dict[str, MakeWriter] = {  # the preferred one first
         "tcp": lambda over: TcpWriter(over, clock, secret, insecure=insecure, tls=data_tls),
-        "zmq": lambda over: ZmqWriter(over, clock),
+        "zmq": lambda over: ZmqWriter(over, clock, secret),
     }
     makers = {name: make for name, make in makers.items() if transport in ("auto", name)}
     if hub is not None:
@@ -94,7 +94,9 @@ def make_receiver(
     """
     clock = clock or MonotonicClock()
     _check_region(region, layout)
-    makers: dict[str, Callable[[], Reader]] = {"zmq": lambda: ZmqReader(region, clock, bind, data_port, advertise)}
+    makers: dict[str, Callable[[], Reader]] = {
+        "zmq": lambda: ZmqReader(region, clock, bind, data_port, advertise, secret)
+    }
     if data_tls is not None or is_trusted(bind, insecure=insecure):
         makers["tcp"] = lambda: TcpReader(region, clock, secret, bind, tcp_port, advertise, tls=data_tls)
     elif transport == "tcp":

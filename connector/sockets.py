@@ -8,6 +8,7 @@ from enum import Enum, auto
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvrelay.connector import curve
 from kvrelay.connector.loop import Loop, Timer
 from kvrelay.engine.errors import ConfigError
 
@@ -18,6 +19,9 @@ _ENDS = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_HANDSHAKES_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _HANDSHAKE_MS = 5000
 _BACKLOG = 512
@@ -58,9 +62,17 @@ def dealer(
 
 
 def listen(
-    context: "zmq.Context[zmq.Socket[bytes]]", host: str, port: int, *, max_queued: int, max_bytes: int
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    host: str,
+    port: int,
+    *,
+    max_queued: int,
+    max_bytes: int,
+    curve_secret: str = "",
 ) -> tuple["zmq.Socket[bytes]", int]:
     """A bound ROUTER that says when a peer cannot be reached, and its port (`port` 0: any free one).
+
+    `curve_secret`: it speaks CURVE, with those that know it alone.
 
     Raises: ConfigError if the address cannot be bound.
     """
@@ -73,6 +85,8 @@ def listen(
     socket.setsockopt(zmq.SNDHWM, max_queued)
     socket.setsockopt(zmq.RCVHWM, max_queued)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    if curve_secret:
+        curve.serve(socket, curve_secret)
     try:
         socket.bind(url(join_address(host, port)))
     except zmq.ZMQError as error:
@@ -88,6 +102,7 @@ class Monitored:
 
     def __init__(self, loop: Loop, socket: "zmq.Socket[bytes]", on_end: Callable[[], None]) -> None:
         self.socket = socket
+        self.has_failed_handshake = False
         self._loop = loop
         self._on_end = on_end
         self._monitor = socket.get_monitor_socket(_ENDS)
@@ -103,7 +118,8 @@ class Monitored:
             self._loop.watch(self.socket, flags, callback)
 
     def connect(self, address: str) -> str:
-        """Start to connect. What is wrong with the address, or nothing; what fails later is told to `on_end`."""
+        """Start to connect, to "host:port". What is wrong with the address, or nothing; what fails later is told to
+        `on_end`."""
         try:
             self.socket.connect(url(address))
         except zmq.ZMQError as error:
@@ -124,6 +140,7 @@ class Monitored:
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
             ended = ended or bool(event["event"] & _ENDS)
+            self.has_failed_handshake |= bool(event["event"] & _HANDSHAKES_FAILED)
         if ended:
             self._on_end()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvrelay.connector import wire
+from kvrelay.connector import curve, wire
 from kvrelay.connector.loop import Loop
 from kvrelay.connector.messages import Endpoint, GrantId
 from kvrelay.connector.sockets import Monitored, Prober, Sent, dealer, join_address, listen, send_to
@@ -18,7 +18,7 @@ from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, cut, flat
 from kvrelay.connector.transport.queue import InHand, WriteQueue
 from kvrelay.connector.transport.target import Target
 from kvrelay.engine.clock import Clock
-from kvrelay.engine.errors import ConfigError, InvalidArgument
+from kvrelay.engine.errors import ConfigError, InvalidArgument, KvrelayError
 from kvrelay.engine.log import fields, get_logger
 
 log = get_logger(__name__)
@@ -38,8 +38,10 @@ class ZmqWriter:
 
     name = NAME
 
-    def __init__(self, region: Region, clock: Clock) -> None:
+    def __init__(self, region: Region, clock: Clock, secret: str = "") -> None:
+        """`secret`: the cluster's, for CURVE where it is spoken."""
         self._region = region
+        self._secret = secret
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[ZmqLink] = []
@@ -49,7 +51,7 @@ class ZmqWriter:
 
     def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> "ZmqLink":
         self._links = [link for link in self._links if link.is_running()]
-        link = ZmqLink(self._region, self._clock, self._context, session_nonce, address, events)
+        link = ZmqLink(self._region, self._clock, self._secret, self._context, session_nonce, address, events)
         self._links.append(link)
         return link
 
@@ -70,6 +72,7 @@ class ZmqLink:
         self,
         region: Region,
         clock: Clock,
+        secret: str,
         context: "zmq.Context[zmq.Socket[bytes]]",
         session_nonce: bytes,
         address: str,
@@ -77,6 +80,7 @@ class ZmqLink:
     ) -> None:
         self._pool = flat(region)
         self._block_bytes = region.shape[1]
+        self._secret = secret
         self._context = context
         self._session_nonce = session_nonce
         self._address = address
@@ -117,8 +121,13 @@ class ZmqLink:
             routing_id=_routing_id(self._session_nonce),
         )
         self._connection = Monitored(self._loop, socket, lambda: self._fail("the data connection ended"))
+        try:
+            address = curve.prepare(socket, self._secret, self._address)
+        except KvrelayError as error:
+            self._fail(error.message)
+            return
         self._connection.watch(zmq.POLLOUT, self._greet)
-        if wrong := self._connection.connect(self._address):
+        if wrong := self._connection.connect(address):
             self._fail(wrong)
 
     def _greet(self) -> None:
@@ -199,17 +208,27 @@ class ZmqReader:
 
     one_sided = False
 
-    def __init__(self, region: Region, clock: Clock, bind: str, port: int, advertise: str) -> None:
+    def __init__(self, region: Region, clock: Clock, bind: str, port: int, advertise: str, secret: str = "") -> None:
+        """`secret`: the cluster's, for CURVE beyond loopback."""
+        is_curve = curve.is_due(secret, bind, advertise or bind)
         self.num_dropped = 0
         self._pool = flat(region)
         self._block_bytes = region.shape[1]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._socket, bound_port = listen(self._context, bind, port, max_queued=_MAX_QUEUED, max_bytes=PIECE_BYTES)
+            self._socket, bound_port = listen(
+                self._context,
+                bind,
+                port,
+                max_queued=_MAX_QUEUED,
+                max_bytes=PIECE_BYTES,
+                curve_secret=secret if is_curve else "",
+            )
         except ConfigError:
             self._context.term()
             raise
-        self.endpoint = Endpoint(NAME, join_address(advertise or bind, bound_port))
+        address = join_address(advertise or bind, bound_port)
+        self.endpoint = Endpoint(NAME, curve.SCHEME + address if is_curve else address)
         self._events: ReaderEvents | None = None
         self._in_hand = InHand()  # its lock guards the next two as well
         self._targets: dict[GrantId, Target] = {}

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -406,3 +407,53 @@ def test_offered_follows_when_both_are_here_over_a_raw_peer(pair):
         pair.d.wait(Offered, key)
         pair.cancel_d(key)
         assert peer.hear(RefuseMessage).body.reason == "CANCELLED"
+
+
+# --- CURVE: beyond loopback, with a secret ---
+
+BEYOND = {"bind": "0.0.0.0", "advertise": "127.0.0.1"}
+
+
+def test_beyond_loopback_with_a_secret_both_sockets_speak_curve_and_blocks_arrive():
+    large = replace(LAYOUT, head_dim=10_000)  # pieces of the largest size
+    pair = Pair("zmq", layout=large, **BEYOND)
+    addresses = (pair.receiver.address(), pair.receiver._readers["zmq"].endpoint.address)
+    assert all(address.startswith("curve://") for address in addresses)
+    ranges = [(0, 3 * B, (7, 1, 4))]
+    pair.check_bytes(pair.run("r", 3 * B, ranges), ranges)
+    pair.close()
+
+
+def test_another_secret_is_told_by_name_where_the_handshake_is_curves():
+    pair = Pair("zmq", connect=False, p={"secret": "theirs"}, **BEYOND)
+    pair.sender.connect(pair.d_values["epoch"], pair.receiver.address())
+    assert pair.p.wait(SessionLost).reason.startswith("UNAUTHENTICATED")
+    assert not pair.d.collect()
+    pair.close()
+
+
+def test_no_secret_does_not_enter_where_one_is_asked_for():
+    pair = Pair("zmq", connect=False, p={"secret": ""}, **BEYOND)
+    pair.sender.connect(pair.d_values["epoch"], pair.receiver.address())
+    assert pair.p.wait(SessionLost).reason.startswith("UNAUTHENTICATED")
+    pair.close()
+
+
+def test_a_p_with_a_secret_sends_nothing_in_the_clear_beyond_loopback():
+    pair = Pair("zmq", connect=False)
+    pair.sender.connect(pair.d_values["epoch"], "192.0.2.1:7171")
+    assert pair.p.wait(SessionLost).reason.startswith("FAILED_PRECONDITION")
+    pair.close()
+
+
+def test_strangers_in_the_clear_disturb_nobody_where_curve_is_spoken():
+    """E02."""
+    pair = Pair("zmq", **BEYOND)
+    address = pair.receiver.address().removeprefix("curve://")
+    with raw_prefill(address) as stranger:
+        stranger.socket.setsockopt(zmq.RCVTIMEO, 100)
+        stranger.say(Ping(), nonce=b"n" * 32)
+        with pytest.raises(zmq.Again):
+            stranger.socket.recv()
+    assert is_alive(pair)
+    pair.close()
