@@ -39,8 +39,8 @@ def make_sender(
     """P's half over `region`, P's pool as bytes. With a hub, D's on the same hub are reached through it.
 
     `transport`: the only one to use; auto: the first in order of preference that a D offers and that reaches it.
-    `transfer_dtype`: in what KV travels; auto: as D says, or else the narrower of both pools' dtypes. `insecure`: KV may
-    travel in the clear beyond this machine.
+    `transfer_dtype`: in what KV travels; auto: as D says, or else the narrower of both pools' dtypes.
+    `insecure`: KV may travel in the clear beyond this machine.
 
     Raises: ConfigError for files that make no TLS.
     """

@@ -121,7 +121,7 @@ class PushPlan:
         return copies
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recast(Copy):
     """A copy whose source has to be made first, of `tokens` in P's blocks `sources`; until then it has none, -1."""
 
