@@ -3,13 +3,13 @@ memory for what is swapped out, in blocks of the same size.
 
 Fresh memory costs several times a copy when it is first written, so a thread asks the kernel for the pool's pages in
 the background (MADV_POPULATE_WRITE): that changes no byte, and cannot race with the engine or a transfer that writes
-there. Host memory takes no page before it is used: many a node never swaps, and the first copy too takes a small part
-of the time of computing that KV again.
+there. A pool that other processes are to write into lies in shared memory, in huge pages all the same: where there are
+none for it, nothing is shared. Host memory takes no page before it is used: many a node never swaps, and the first copy
+too takes a small part of the time of computing that KV again.
 """
 
 import ctypes
 import mmap
-import os
 import threading
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -21,7 +21,11 @@ from torch import Tensor
 from kvrelay.engine.config import EngineConfig, parse_size
 from kvrelay.engine.errors import ConfigError
 from kvrelay.engine.kv_layout import KVLayout
+from kvrelay.engine.log import fields, get_logger
+from kvrelay.engine.shared_memory import HUGE_PAGE_BYTES, SharedMemory, lower_priority, why_not_huge
 from kvrelay.kernels.memory import map_memory
+
+_log = get_logger(__name__)
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; on an older kernel pages come at their first use
 _POPULATE_BYTES = 16 * 2**20  # a call: the wait of a close, and of whoever else changes the address space meanwhile
@@ -30,14 +34,19 @@ _POPULATE_BYTES = 16 * 2**20  # a call: the wait of a close, and of whoever else
 class KVCache:
     """The pool [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, buffer: Any = None, *, num_host_blocks: int = 0) -> None:
-        """`buffer`: writable zeroed memory of num_blocks * block_bytes bytes to use instead of memory of our own, such
-        as a mapped memfd; it must outlive the cache. Raises: ConfigError if there is not that much memory."""
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, *, num_host_blocks: int = 0, shared: SharedMemory | None = None
+    ) -> None:
+        """`shared`: num_blocks * block_bytes bytes to use instead of memory of our own.
+
+        Raises: ConfigError if there is not that much memory.
+        """
         self.layout = layout
+        self._shared = shared
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         num_bytes = num_blocks * layout.block_bytes
-        memory = _map(num_bytes, f"{num_blocks} KV blocks") if buffer is None else buffer
+        memory = _map(num_bytes, f"{num_blocks} KV blocks") if shared is None else shared.buffer
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes)
         self._blocks = flat.view(num_blocks, layout.block_bytes)
         self._host_blocks = torch.empty(0, layout.block_bytes, dtype=torch.uint8)
@@ -52,6 +61,11 @@ class KVCache:
         self._populating = threading.Thread(
             target=self._populate, args=(flat.data_ptr(), num_bytes), name="kv-populate", daemon=True
         )
+
+    @property
+    def region_fd(self) -> int | None:
+        """The memfd that holds the pool, if other processes may map it."""
+        return None if self._shared is None else self._shared.descriptor
 
     def populate(self) -> None:
         """Start to fetch the pool's pages in the background."""
@@ -83,7 +97,15 @@ class KVCache:
         self.pool[block_id, :, :, :, first_slot:] = 0
 
     def _populate(self, address: int, num_bytes: int) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread alone: computing comes first
+        lower_priority()
+        if self._shared is not None:
+            self._shared.populate(self._closed.is_set)
+            if self._shared.num_small_pieces:
+                num_bytes = self._shared.num_small_pieces * HUGE_PAGE_BYTES
+                _log.warning(
+                    "kv_pool_in_small_pages", extra=fields(num_bytes=num_bytes, size_bytes=self._shared.num_bytes)
+                )
+            return
         madvise = ctypes.CDLL(None).madvise  # lets other threads run, unlike mmap's own
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         start = address - address % mmap.PAGESIZE
@@ -91,6 +113,21 @@ class KVCache:
             size = min(_POPULATE_BYTES, address + num_bytes - piece)
             if self._closed.is_set() or madvise(piece, size, _MADV_POPULATE_WRITE):
                 return
+
+
+def share_pool(layout: KVLayout, num_blocks: int) -> SharedMemory | None:
+    """Memory for a pool that other processes can map; none, and a line in the log, where that would slow the kernels.
+
+    Raises: ConfigError if there is not that much memory.
+    """
+    if reason := why_not_huge():
+        _log.info("kv_pool_not_shared", extra=fields(reason=reason))
+        return None
+    num_bytes = num_blocks * layout.block_bytes
+    try:
+        return SharedMemory.create(num_bytes, "kvrelay-pool")
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no memory for {num_blocks} KV blocks, {num_bytes} bytes: {error}") from error
 
 
 def _map(num_bytes: int, purpose: str) -> mmap.mmap:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvrelay.engine.batch import ForwardBatch, build_batch, prompt_positions
 from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.errors import ConfigError, Internal, KvrelayError, ModelError
-from kvrelay.engine.kv_cache import KVCache, num_blocks_for, num_host_blocks_for
+from kvrelay.engine.kv_cache import KVCache, num_blocks_for, num_host_blocks_for, share_pool
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.logprobs import NOT_FINITE, token_logprobs
@@ -55,9 +55,11 @@ class ModelRunner:
         )
 
     @classmethod
-    def load(cls, info: ModelInfo, config: EngineConfig) -> "ModelRunner":
+    def load(cls, info: ModelInfo, config: EngineConfig, *, shares_pool: bool = False) -> "ModelRunner":
         """Load a model and make its KV pool. Sets torch's number of threads, which is the process's: one, where
         compiled kernels run all of the model.
+
+        `shares_pool`: where other processes of this host can map it, if that costs no speed.
 
         Raises: ModelError, ConfigError.
         """
@@ -82,7 +84,9 @@ class ModelRunner:
             block_size=config.block_size,
             dtype=dtype,
         )
-        cache = KVCache(layout, num_blocks_for(config, layout), num_host_blocks=num_host_blocks_for(config, layout))
+        num_blocks = num_blocks_for(config, layout)
+        shared = share_pool(layout, num_blocks) if shares_pool else None
+        cache = KVCache(layout, num_blocks, num_host_blocks=num_host_blocks_for(config, layout), shared=shared)
         cache.populate()
         _log.info(
             "model_loaded",
@@ -122,6 +126,11 @@ class ModelRunner:
     def region(self) -> Any:
         """The pool as bytes: a writable numpy array, uint8 [num_blocks, block_bytes], the same memory, not a copy."""
         return self._cache.region
+
+    @property
+    def region_fd(self) -> int | None:
+        """The memfd that holds the pool, if other processes may map it."""
+        return self._cache.region_fd
 
     def copy_blocks(self, copies: Seq[tuple[int, int]]) -> None:
         """Copy whole blocks: (from, to) each, one after the other."""

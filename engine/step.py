@@ -81,6 +81,10 @@ class Executor(Protocol):
     def region(self) -> Any:
         """The pool as bytes: a writable numpy array, uint8 [num_blocks, block_bytes], the same memory, not a copy."""
 
+    @property
+    def region_fd(self) -> int | None:
+        """A memfd whose bytes from 0 on are the region, if other processes may map it."""
+
     def execute(self, scheduled: Seq[Scheduled]) -> list[RowResult]:
         """Compute the tokens, write their KV, sample where a row reaches its end. Results in the order given."""
 

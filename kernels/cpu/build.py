@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_HEADERS = "attention.h batch.h linear.h quantised.h rows.h sampling.h team.h tile.h vec.h"
+_HEADERS = "attention.h batch.h copies.h linear.h quantised.h rows.h sampling.h team.h tile.h vec.h"
 _SOURCES = ("kernels.cpp", *_HEADERS.split())
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
 _NATIVE = ("-march=native",)
@@ -34,22 +34,22 @@ class NotBuiltError(Exception):
     """There are no compiled kernels here, and why."""
 
 
-def load(flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The compiled kernels. `flags`: what to compile for; none: whatever this CPU has.
+def load(flags: tuple[str, ...] = (), *, compiles: bool = True) -> ctypes.CDLL:
+    """The compiled kernels. `flags`: what to compile for; none: whatever this CPU has. `compiles`: if nobody has yet.
 
     Raises: NotBuiltError.
     """
     native = (_AMX, _NATIVE) if "amx_bf16" in cpu_flags() else (_NATIVE,)
     for wanted in (flags,) if flags else native:
-        compiled = _load(wanted)
+        compiled = _load(wanted, compiles)
         if compiled.kvrelay_may_run():
             return compiled
     raise NotBuiltError("this system does not let the process use what the CPU has")  # AMX's tiles, if asked for
 
 
-def _load(flags: tuple[str, ...]) -> ctypes.CDLL:
+def _load(flags: tuple[str, ...], compiles: bool) -> ctypes.CDLL:
     """Raises: NotBuiltError."""
-    file = _compiled((*_FLAGS, *flags))
+    file = _compiled((*_FLAGS, *flags), compiles)
     try:
         return ctypes.CDLL(str(file))
     except OSError as error:
@@ -57,7 +57,7 @@ def _load(flags: tuple[str, ...]) -> ctypes.CDLL:
         raise NotBuiltError(f"what was compiled cannot be loaded: {error}") from error
 
 
-def _compiled(flags: tuple[str, ...]) -> Path:
+def _compiled(flags: tuple[str, ...], compiles: bool) -> Path:
     """The file, compiled if nobody has done so yet. Raises: NotBuiltError."""
     compiler = _find_compiler()
     try:
@@ -66,6 +66,8 @@ def _compiled(flags: tuple[str, ...]) -> Path:
         _check_owner(folder)
         file = folder / f"{_key(compiler, flags)}.so"
         if not _is_whole(file):
+            if not compiles:
+                raise NotBuiltError("nobody has compiled them yet")
             with _locked(folder):
                 if not _is_whole(file):
                     _compile(compiler, flags, file)

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "attention.h"
+#include "copies.h"
 #include "linear.h"
 #include "rows.h"
 #include "sampling.h"
@@ -124,6 +125,8 @@ void kvrelay_pack_quantised(Machine* machine, int dtype, const Form* form, const
       pack_quantised<Float>(member, *form, codes, scales, minimums, num_outputs, num_inputs, to);
   });
 }
+
+void kvrelay_copy_pieces(const CopyPiece* pieces, int64_t num_pieces) { copy_pieces(pieces, num_pieces); }
 
 void kvrelay_scan(Machine* machine, const float* x, int64_t num_rows, int64_t size, float* largest, int64_t* place,
                   uint8_t* finite) {

@@ -1,7 +1,7 @@
 """The model runner as the engine sees it: steps in, tokens out, one pool of KV."""
 
 import logging
-import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.model_info import read_model_info
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.models.compiled import CompiledDecoder
+from kvrelay.engine.shared_memory import SharedMemory
 from kvrelay.engine.step import Executor, Row, RowResult, Scheduled
 
 BAD_TOKEN = 200
@@ -272,19 +273,26 @@ def test_the_pool_takes_as_many_blocks_as_its_size_holds(folder: Path) -> None:
     runner.close()
 
 
-def test_a_pool_in_memory_from_outside_is_that_memory() -> None:
+def test_a_pool_in_shared_memory_is_what_others_map() -> None:
     layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype="bfloat16")
-    memory = mmap.mmap(-1, 3 * layout.block_bytes)
-    cache = KVCache(layout, 3, memory)
+    shared = SharedMemory.create(3 * layout.block_bytes, "kvrelay-test")
+    cache = KVCache(layout, 3, shared=shared)
+    assert cache.region_fd is not None
+    theirs = SharedMemory(os.dup(cache.region_fd), 3 * layout.block_bytes)
+    memory = memoryview(theirs.buffer).cast("B")
     cache.pool[2] = 1.0
     assert memory[2 * layout.block_bytes :] == b"\x80\x3f" * (layout.block_bytes // 2)
-    cache.region[0] = 5
-    assert memory[: layout.block_bytes] == b"\x05" * layout.block_bytes
+    memory[: layout.block_bytes] = b"\x05" * layout.block_bytes
+    assert (cache.region[0] == 5).all()
+    assert cache.region_fd == shared.descriptor
+    assert KVCache(layout, 3).region_fd is None
 
 
-def test_fetching_the_pools_pages_in_the_background_changes_no_byte() -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_fetching_the_pools_pages_in_the_background_changes_no_byte(is_shared: bool) -> None:
     layout = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, block_size=16, dtype="float32")
-    cache = KVCache(layout, 1000)
+    shared = SharedMemory.create(1000 * layout.block_bytes, "kvrelay-test") if is_shared else None
+    cache = KVCache(layout, 1000, shared=shared)
     cache.region[:500] = 3
     cache.populate()
     cache.region[500:] = 4
