@@ -195,7 +195,14 @@ class Released:
     key: RequestKey
 
 
-TransferEvent = SessionUp | SessionLost | Offered | Landed | Delivered | Failed | Released
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """D: a write may still reach the transfer's blocks, and nobody can say until when. Released follows some day."""
+
+    key: RequestKey
+
+
+TransferEvent = SessionUp | SessionLost | Offered | Landed | Delivered | Failed | Released | Quarantined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

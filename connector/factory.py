@@ -9,6 +9,8 @@ from kvrelay.connector.session import Identity
 from kvrelay.connector.staging import MakeWriter
 from kvrelay.connector.transport.base import Reader, Region
 from kvrelay.connector.transport.inproc import InprocHub, InprocReader, InprocWriter
+from kvrelay.connector.transport.shm import ShmWriter
+from kvrelay.connector.transport.shm_reader import ShmReader
 from kvrelay.connector.transport.tcp import DataTls, is_trusted
 from kvrelay.connector.transport.tcp_reader import TcpReader
 from kvrelay.connector.transport.tcp_writer import TcpWriter
@@ -17,6 +19,9 @@ from kvrelay.engine.clock import Clock, MonotonicClock
 from kvrelay.engine.config import KvTransferDtype, KvTransport
 from kvrelay.engine.errors import ConfigError
 from kvrelay.engine.kv_layout import KVLayout
+from kvrelay.engine.log import fields, get_logger
+
+log = get_logger(__name__)
 
 
 def make_sender(
@@ -47,6 +52,7 @@ def make_sender(
     clock = clock or MonotonicClock()
     _check_region(region, layout)
     makers: dict[str, MakeWriter] = {  # the preferred one first
+        "shm": lambda over: ShmWriter(over, clock, secret),
         "tcp": lambda over: TcpWriter(over, clock, secret, insecure=insecure, tls=data_tls),
         "zmq": lambda over: ZmqWriter(over, clock, secret),
     }
@@ -77,6 +83,7 @@ def make_receiver(
     control_port: int = 0,
     data_port: int = 0,
     tcp_port: int = 0,
+    region_fd: int | None = None,
     clock: Clock | None = None,
     hub: InprocHub | None = None,
     quantization: str = "none",
@@ -88,14 +95,16 @@ def make_receiver(
     """D's half over `region`, D's pool as bytes; listens when it returns. Ports of 0: any free ones.
 
     `transport`: the only one to offer; auto: all. `transfer_dtype`: in what KV travels; auto: as P says, or else the
-    narrower of both pools' dtypes. `insecure`: KV may come in the clear from beyond this machine.
+    narrower of both pools' dtypes. `insecure`: KV may come in the clear from beyond this machine. `region_fd`: a memfd
+    that holds the region, for those who can share memory.
 
     Raises: ConfigError if an address cannot be bound, or what is asked for is not safe there.
     """
     clock = clock or MonotonicClock()
     _check_region(region, layout)
-    makers: dict[str, Callable[[], Reader]] = {
-        "zmq": lambda: ZmqReader(region, clock, bind, data_port, advertise, secret)
+    makers: dict[str, Callable[[], Reader | None]] = {
+        "shm": lambda: _shm_reader(region, region_fd, clock, secret, is_asked_for=transport == "shm"),
+        "zmq": lambda: ZmqReader(region, clock, bind, data_port, advertise, secret),
     }
     if data_tls is not None or is_trusted(bind, insecure=insecure):
         makers["tcp"] = lambda: TcpReader(region, clock, secret, bind, tcp_port, advertise, tls=data_tls)
@@ -104,8 +113,8 @@ def make_receiver(
     readers: list[Reader] = []
     try:
         for name, make in makers.items():
-            if transport in ("auto", name):
-                readers.append(make())
+            if transport in ("auto", name) and (reader := make()) is not None:
+                readers.append(reader)
     except ConfigError:
         for reader in readers:
             reader.close()
@@ -121,6 +130,23 @@ def make_receiver(
         secret=secret,
     )
     return Receiver(identity, region, readers, clock, wake_up, bind=bind, port=control_port, advertise=advertise)
+
+
+def _shm_reader(
+    region: Region, region_fd: int | None, clock: Clock, secret: str, *, is_asked_for: bool
+) -> Reader | None:
+    """None where memory cannot be shared. Raises: ConfigError if it was asked for by name."""
+    try:
+        if region_fd is None:
+            if is_asked_for:
+                raise ConfigError("kv_transport = shm: the KV pool lies in memory that cannot be shared")
+            return None
+        return ShmReader(region, region_fd, clock, secret)
+    except ConfigError as error:
+        if is_asked_for:
+            raise
+        log.warning("transport_left_out", extra=fields(transport="shm", reason=error.message))
+        return None
 
 
 def _check_region(region: Region, layout: KVLayout) -> None:

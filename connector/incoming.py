@@ -18,6 +18,7 @@ from kvrelay.connector.base import (
     GrantPlan,
     Handover,
     Landed,
+    Quarantined,
     Reason,
     RefuseReason,
     Released,
@@ -27,7 +28,7 @@ from kvrelay.connector.handoff import A, E, R, ReceiverRows, step
 from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import Ack, GrantId, GrantMessage, OfferMessage, RefuseMessage, Revoke
 from kvrelay.connector.plan import plan_block_ids
-from kvrelay.connector.session import Session
+from kvrelay.connector.session import Say, Session
 from kvrelay.connector.transport.base import Reader
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.request import RequestKey
@@ -46,6 +47,7 @@ class PrefillPeer:
     """A P with an open session, or one whose session is over and left blocks in quarantine."""
 
     session: Session
+    say: Say  # on whatever carries the session's messages
     reader: Reader
     table: ReceiverRows
     closed: ClosedTransfers = field(default_factory=ClosedTransfers)
@@ -174,11 +176,13 @@ class IncomingTransfers:
             case R.QUARANTINED:
                 if transfer.peer.is_fenced:
                     self.fire(transfer, E.FENCED)
+                else:
+                    self._events.put(Quarantined(transfer.key))
             case R.LANDED | R.CLOSED:
                 self._forget(transfer)
 
     def _act(self, transfer: Incoming, action: A) -> None:
-        session = transfer.peer.session
+        say = transfer.peer.say
         match action:
             case A.RESERVE:
                 assert transfer.grant is not None
@@ -186,13 +190,13 @@ class IncomingTransfers:
                     self._accept(transfer, transfer.grant)
             case A.SAY_GRANT:
                 assert transfer.grant is not None
-                session.send(GrantMessage(transfer.grant.grant_nonce, transfer.plan), transfer.key)
+                say(GrantMessage(transfer.grant.grant_nonce, transfer.plan), transfer.key)
             case A.SAY_REFUSE:
                 self.say_refuse(transfer.peer, transfer.key, _as_refusal(transfer.reason))
             case A.SAY_ACK:
-                session.send(Ack(), transfer.key)
+                say(Ack(), transfer.key)
             case A.SAY_REVOKE:
-                session.send(Revoke(), transfer.key)
+                say(Revoke(), transfer.key)
             case A.START_REQUEST:
                 self._start_request(transfer)
             case A.REPORT_FAILED:
@@ -208,7 +212,7 @@ class IncomingTransfers:
             transfer.peer.reader.accept(grant, block_ids, transit.block_bytes)
 
     def say_refuse(self, peer: PrefillPeer, key: RequestKey, reason: RefuseReason) -> None:
-        peer.session.send(RefuseMessage(reason, reason.retryable), key)
+        peer.say(RefuseMessage(reason, reason.retryable), key)
 
     def report_failed(self, key: RequestKey, reason: Reason) -> None:
         self.num_failed += 1

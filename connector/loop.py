@@ -63,6 +63,8 @@ class Loop:
             self._close()
             return True
         self.post(self._end)
+        if self.is_own_thread():
+            return False
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -17,7 +17,7 @@ from kvrelay.connector.handoff import SENDER, A, E, S, step
 from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import CommitMessage, EndMessage, GrantId, OfferMessage
 from kvrelay.connector.plan import PushPlan, RecastPlan
-from kvrelay.connector.session import Session
+from kvrelay.connector.session import Say, Session
 from kvrelay.connector.transport.base import Link
 from kvrelay.engine.request import RequestKey
 
@@ -35,6 +35,7 @@ class DecodePeer:
     dialer: Dialer
     session: Session | None = None
     link: Link | None = None
+    say: Say | None = None  # on whatever carries the session's messages
     is_down_said: bool = False
     is_leaving: bool = False  # disconnected: gone when its transfers are
 
@@ -47,6 +48,7 @@ class Outgoing:
     peer: DecodePeer
     session: Session
     link: Link
+    say: Say
     plan: PushPlan | RecastPlan
     state: S = S.OFFERED
     grant: GrantId | None = None
@@ -93,7 +95,7 @@ class OutgoingTransfers:
         assert transfer.key not in self._live, "a transfer's key is used once"
         self._live[transfer.key] = transfer
         self._states[transfer.state] += 1
-        transfer.session.send(OfferMessage(transfer.offer.num_tokens, transfer.offer.token_digest), transfer.key)
+        transfer.say(OfferMessage(transfer.offer.num_tokens, transfer.offer.token_digest), transfer.key)
         if isfinite(transfer.offer.deadline):
             transfer.timer = self._loop.call_at(transfer.offer.deadline, partial(self._expired, transfer))
 
@@ -140,9 +142,9 @@ class OutgoingTransfers:
         match action:
             case A.SAY_COMMIT:
                 assert transfer.handover is not None
-                transfer.session.send(CommitMessage(transfer.plan.with_digests(transfer.handover)), transfer.key)
+                transfer.say(CommitMessage(transfer.plan.with_digests(transfer.handover)), transfer.key)
             case A.SAY_END:
-                transfer.session.send(EndMessage(transfer.end_reason), transfer.key)
+                transfer.say(EndMessage(transfer.end_reason), transfer.key)
             case A.REPORT_DELIVERED:
                 self.num_delivered += 1
                 self._events.put(Delivered(transfer.key))

@@ -10,6 +10,7 @@ from functools import partial
 
 import zmq
 
+from kvrelay.connector import talking
 from kvrelay.connector.acceptor import Acceptor
 from kvrelay.connector.base import (
     CancelOutcome,
@@ -44,7 +45,7 @@ from kvrelay.connector.plan import check_plan, plan_block_ids, plan_positions
 from kvrelay.connector.session import Identity, Session
 from kvrelay.connector.transport.base import Reader, Region
 from kvrelay.engine.clock import Clock
-from kvrelay.engine.errors import ConfigError
+from kvrelay.engine.errors import ConfigError, InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout, blocks_for
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import RequestKey
@@ -215,7 +216,8 @@ class Receiver:
                 self._fence(nonce, session.peer_epoch)
             reader = self._readers[session.endpoint.name]
             reader.begin_session(session.nonce)
-            self._peers[session.peer_epoch] = PrefillPeer(session, reader, receiver_table(reader.one_sided))
+            say = talking.sayer(session, reader, partial(self._acceptor.close_session, session))
+            self._peers[session.peer_epoch] = PrefillPeer(session, say, reader, receiver_table(reader.one_sided))
             self._events.put(SessionUp(session.peer_epoch))
 
     def lost(self, session: Session, reason: str) -> None:
@@ -348,6 +350,20 @@ class Receiver:
 
     # --- the reader (ReaderEvents), on its thread --------------------------------------------------------------------
 
+    def heard(self, session_nonce: bytes, message: bytes) -> None:
+        """Served at once, on the reader's thread: so no other has to be woken for it."""
+        with self._lock:
+            peer = next((peer for peer in self._peers.values() if peer.session.nonce == session_nonce), None)
+            if peer is None:
+                return
+            try:
+                key, body = talking.read(session_nonce, message)
+            except InvalidArgument as error:  # what it was to say is lost, and something may wait for it
+                self._acceptor.num_malformed += 1
+                self._acceptor.close_session(peer.session, f"malformed message: {error.message}")
+            else:
+                self.received(peer.session, key, body)
+
     def all_in(self, grant: GrantId) -> None:
         self._loop.post(partial(self._on_all_in, grant))
 
@@ -389,6 +405,9 @@ class Receiver:
 
     def _fence(self, session_nonce: bytes, peer_epoch: str | None = None) -> None:
         """P can write no more in that session; if P itself says so, only of its own sessions."""
+        for peer in self._peers.values():  # of which there may be offers yet
+            if peer.session.nonce == session_nonce and peer_epoch in (None, peer.session.peer_epoch):
+                peer.is_fenced = True
         for transfer in self._transfers.all():
             session = transfer.peer.session
             if session.nonce == session_nonce and peer_epoch in (None, session.peer_epoch):

@@ -11,6 +11,7 @@ from functools import partial
 
 import zmq
 
+from kvrelay.connector import talking
 from kvrelay.connector.base import (
     CancelOutcome,
     ConnectorStatistics,
@@ -32,7 +33,7 @@ from kvrelay.connector.messages import Ack, GrantId, GrantMessage, RefuseMessage
 from kvrelay.connector.outgoing import DecodePeer, Outgoing, OutgoingTransfers
 from kvrelay.connector.plan import PushPlan, RecastPlan
 from kvrelay.connector.session import Identity, Session
-from kvrelay.connector.staging import MakeWriter, StagedWriter
+from kvrelay.connector.staging import MakeWriter, StagedLink, StagedWriter
 from kvrelay.connector.transit import Transit
 from kvrelay.connector.transport.base import Region, Writer
 from kvrelay.connector.wire import MAX_IDLE_SESSIONS
@@ -119,8 +120,9 @@ class Sender:
             if peer is None or peer.session is None or peer.link is None:
                 self._transfers.refuse(offer.key, FailReason.PEER_LOST)
                 return
+            assert peer.say is not None
             plan = self._plan(offer, peer.session.transit)
-            self._transfers.add(Outgoing(offer, peer, peer.session, peer.link, plan))
+            self._transfers.add(Outgoing(offer, peer, peer.session, peer.link, peer.say, plan))
 
     def _plan(self, offer: Offer, transit: Transit) -> PushPlan | RecastPlan:
         if transit.is_direct:
@@ -203,6 +205,8 @@ class Sender:
                 return
             peer.session = session
             peer.link = writer.connect(session.nonce, session.endpoint.address, self)
+            carrier = peer.link.inner if isinstance(peer.link, StagedLink) else peer.link
+            peer.say = talking.sayer(session, carrier, partial(self._drop, dialer, session))
             peer.is_down_said = False
             self._events.put(SessionUp(session.peer_epoch))
         log.info("session_up", extra=fields(peer=session.peer_epoch, transport=session.endpoint.name))
@@ -323,6 +327,23 @@ class Sender:
 
     # --- the writer (WriterEvents), on its thread -----------------------------------------------------------------
 
+    def heard(self, session_nonce: bytes, message: bytes) -> None:
+        """Served at once, on the writer's thread: so no other has to be woken for it."""
+        with self._lock:
+            peer = next((p for p in self._peers.values() if p.session and p.session.nonce == session_nonce), None)
+            if peer is None or peer.session is None:
+                return
+            try:
+                key, body = talking.read(session_nonce, message)
+            except InvalidArgument as error:  # what it was to say is lost, and something may wait for it
+                peer.dialer.num_malformed += 1
+                self._drop(peer.dialer, peer.session, f"malformed message: {error.message}")
+            else:
+                self.received(peer.session, key, body)
+
+    def _drop(self, dialer: Dialer, session: Session, reason: str) -> None:
+        self._loop.post(partial(dialer.drop, session, reason))
+
     def written(self, grant: GrantId, num_bytes: int) -> None:
         self._loop.post(partial(self._on_written, grant, num_bytes))
 
@@ -354,4 +375,4 @@ class Sender:
                     self._transfers.fire(transfer, E.WRITE_FAILED, EndReason.WRITE_FAILED)
             for peer in self._peers.values():
                 if peer.session is not None and peer.session.nonce == session_nonce:
-                    self._loop.post(partial(peer.dialer.drop, peer.session, reason))
+                    self._drop(peer.dialer, peer.session, reason)

@@ -63,6 +63,9 @@ class Identity:
         )
 
 
+Say = Callable[[Body, RequestKey], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """An open session, as the sender and the receiver see it. `send` may be called from any thread."""
@@ -71,7 +74,7 @@ class Session:
     nonce: bytes
     endpoint: Endpoint  # the transport chosen
     transit: Transit  # the form in which KV travels
-    send: Callable[[Body, RequestKey], None]
+    send: Say
 
 
 def session_nonce(p_hello: Hello, d_hello: Hello) -> bytes:

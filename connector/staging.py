@@ -213,6 +213,9 @@ class StagedLink:
 
     # --- WriterEvents, of the transport's own link, on its thread
 
+    def heard(self, session_nonce: bytes, message: bytes) -> None:
+        self._events.heard(session_nonce, message)
+
     def written(self, grant: GrantId, num_bytes: int) -> None:
         free: list[int] = []
         with self._lock:

@@ -13,7 +13,7 @@ from kvrelay.node.main import NodeParts, Role, run_node
 
 def run(config: DecodeConfig) -> int:
     """Run a decode node until it is told to stop. Returns the exit code. Raises: KvrelayError if it cannot start."""
-    return run_node(config, Role("decode", lambda parts: _build(config, parts)))
+    return run_node(config, Role("decode", lambda parts: _build(config, parts), receives_kv=True))
 
 
 def _build(config: DecodeConfig, parts: NodeParts) -> tuple[NodeCore, str]:
@@ -22,6 +22,7 @@ def _build(config: DecodeConfig, parts: NodeParts) -> tuple[NodeCore, str]:
     scheduler = DecodeScheduler(config, pool, num_host_blocks=executor.num_host_blocks)
     receiver = make_receiver(
         region=executor.region,
+        region_fd=executor.region_fd,
         layout=executor.layout,
         fingerprint=parts.info.fingerprint,
         quantization=config.quantization,

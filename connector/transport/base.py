@@ -11,7 +11,7 @@ peer does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvrelay.connector.messages import Endpoint, GrantId
 
@@ -30,8 +30,19 @@ class Copy:
     size: int
 
 
+@runtime_checkable
+class Talking(Protocol):
+    """A link or a reader that carries the session's control messages too, behind which no other way is taken."""
+
+    def say(self, session_nonce: bytes, message: bytes) -> bool:
+        """Send, in order, without waiting. Any thread. False: the peer reads nothing, and the session must end."""
+
+
 class WriterEvents(Protocol):
     """What P's side hears."""
+
+    def heard(self, session_nonce: bytes, message: bytes) -> None:
+        """What D said on a link that carries control messages."""
 
     def written(self, grant: GrantId, num_bytes: int) -> None:
         """So many more bytes are on their way, and are read from P's blocks no more."""
@@ -75,6 +86,9 @@ class Writer(Protocol):
 
 class ReaderEvents(Protocol):
     """What D's side hears. `all_in` and `reader_idle` are two-sided transports', `fenced` is one-sided ones'."""
+
+    def heard(self, session_nonce: bytes, message: bytes) -> None:
+        """What P said to a reader that carries control messages."""
 
     def all_in(self, grant: GrantId) -> None:
         """Every byte of the grant is in its blocks."""

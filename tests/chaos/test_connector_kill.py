@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import peer_process
 from support.connector import Side, assert_no_threads, wait_until
-from support.peer_process import COMMON, DIGEST, FOREVER, KEY, LAYOUT, NUM_TOKENS
+from support.peer_process import COMMON, DIGEST, FOREVER, KEY, LAYOUT, NUM_TOKENS, make_region
 
 from kvrelay.connector.base import (
     Expectation,
@@ -21,6 +21,7 @@ from kvrelay.connector.base import (
     GrantPlan,
     Offer,
     Offered,
+    Quarantined,
     Released,
     SessionLost,
     SessionUp,
@@ -42,12 +43,20 @@ def process(*arguments):
             child.kill()
 
 
+@pytest.fixture(params=["shm", "zmq"])
+def transport(request):
+    return request.param
+
+
 @contextlib.contextmanager
-def decode_side():
+def decode_side(transport):
     """D in this process, P in another, and a transfer half-way."""
-    d = Side(np.zeros((10, LAYOUT.block_bytes), np.uint8))
-    d.connector = make_receiver(region=d.region, epoch="d", wake_up=d.woken.set, **COMMON)
-    with process("prefill", "p", "d", d.connector.address()) as child:
+    region, region_fd = make_region(transport)
+    d = Side(region)
+    d.connector = make_receiver(
+        region=region, region_fd=region_fd, epoch="d", wake_up=d.woken.set, transport=transport, **COMMON
+    )
+    with process("prefill", transport, "p", "d", d.connector.address()) as child:
         d.wait(SessionUp)
         d.connector.expect(
             Expectation(key=KEY, peer_epoch="p", num_tokens=NUM_TOKENS, token_digest=DIGEST, deadline=FOREVER)
@@ -60,32 +69,52 @@ def decode_side():
     assert_no_threads()
 
 
-def test_a_killed_prefill_node_is_noticed_at_once_and_its_transfer_ended():
+def test_a_killed_prefill_node_is_noticed_at_once_and_its_transfer_ended(transport):
     """B06."""
-    with decode_side() as (d, child):
+    with decode_side(transport) as (d, child):
         child.kill()
         killed_at = time.monotonic()
         assert d.wait(Failed, KEY).reason in (FailReason.PEER_LOST, FailReason.DATA_FAILED)
         d.wait(Released, KEY)
         d.wait(SessionLost)
         assert time.monotonic() - killed_at < AT_ONCE_S
+        assert d.region[:5].all()  # what P had written
+        assert not d.region[5:].any()
 
 
 @pytest.mark.slow
-def test_a_frozen_prefill_node_is_lost_by_its_lease_and_told_so_when_it_thaws():
-    with decode_side() as (d, child):
+def test_a_frozen_prefill_node_is_lost_by_its_lease_and_told_so_when_it_thaws(transport):
+    """A06: what a frozen P could write into stays out of use until it thaws, or is gone."""
+    with decode_side(transport) as (d, child):
         child.send_signal(signal.SIGSTOP)
         assert d.wait(Failed, KEY).reason == FailReason.PEER_LOST
-        d.wait(Released, KEY)
+        if transport == "shm":
+            d.wait(Quarantined, KEY)
+            assert d.connector.statistics().num_quarantined_blocks == 10
+            assert not d.of(Released, KEY)
+        else:
+            d.wait(Released, KEY)
         child.send_signal(signal.SIGCONT)
+        d.wait(Released, KEY)
         d.wait(SessionUp, count=2)
+        assert d.connector.statistics().num_quarantined_blocks == 0
 
 
-def test_a_killed_decode_node_is_noticed_at_once_and_its_transfer_ended():
+@pytest.mark.slow
+def test_a_prefill_node_that_is_killed_while_it_is_frozen_gives_the_blocks_back():
+    """A06: with the kernel's word alone."""
+    with decode_side("shm") as (d, child):
+        child.send_signal(signal.SIGSTOP)
+        d.wait(Quarantined, KEY)
+        child.kill()
+        d.wait(Released, KEY)
+
+
+def test_a_killed_decode_node_is_noticed_at_once_and_its_transfer_ended(transport):
     """B06."""
     p = Side(np.ones((10, LAYOUT.block_bytes), np.uint8))
-    p.connector = make_sender(region=p.region, epoch="p", wake_up=p.woken.set, **COMMON)
-    with process("decode", "d", "p") as child:
+    p.connector = make_sender(region=p.region, epoch="p", wake_up=p.woken.set, transport=transport, **COMMON)
+    with process("decode", transport, "d", "p") as child:
         p.connector.connect("d", child.stdout.readline().strip())
         p.wait(SessionUp)
         p.connector.offer(

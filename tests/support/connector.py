@@ -32,9 +32,10 @@ from kvrelay.engine.clock import FakeClock, MonotonicClock
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.request import OutputToken, RequestKey
 from kvrelay.engine.secret import new_epoch
+from kvrelay.engine.shared_memory import SharedMemory
 
-TRANSPORTS = ("tcp", "zmq", "inproc", "fake")
-NAMED = ("tcp", "zmq")  # those that --kv-transport can name
+TRANSPORTS = ("shm", "tcp", "zmq", "inproc", "fake")
+NAMED = ("shm", "tcp", "zmq")  # those that --kv-transport can name
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 64
 PATIENCE_S = 20.0  # a generous deadline for things that take milliseconds
@@ -92,6 +93,12 @@ class Side:
         return [e for e in self.seen if isinstance(e, kind) and (key is None or e.key == key)]
 
 
+def shared_region(size):
+    """A zeroed region, and the memfd that holds it for as long as there is a view of it."""
+    memory = SharedMemory.create(size[0] * size[1], "kvrelay-test")
+    return np.frombuffer(memory.buffer, np.uint8).reshape(size), memory.descriptor
+
+
 class Pair:
     """P and D over one transport. Ends with a check that every block came back, once, and that no thread is left."""
 
@@ -116,10 +123,13 @@ class Pair:
         rng = np.random.default_rng(7)
         self.layout = layout
         self.d_layout = d_layout or layout
+        size = (NUM_BLOCKS, self.d_layout.block_bytes)
         self.p = Side(rng.integers(0, 256, (NUM_BLOCKS, layout.block_bytes), dtype=np.uint8))
-        self.d = Side(np.zeros((NUM_BLOCKS, self.d_layout.block_bytes), np.uint8))
+        self.d = Side(np.zeros(size, np.uint8))
         self.common = {"layout": layout, "fingerprint": "model", "secret": secret}
         self.d_values = self.common | {"epoch": new_epoch(), "layout": self.d_layout} | (d or {})
+        if transport == "shm":
+            self.d.region, self.d_values["region_fd"] = shared_region(size)
         self.p_values = self.common | {"epoch": new_epoch()} | (p or {})
         self.named = {"transport": transport} if transport in NAMED else {}
         self.d_options = d_options

@@ -1,4 +1,4 @@
-"""One half of a hand-off in a process of its own, to be killed: `python peer_process.py prefill|decode ...`.
+"""One half of a hand-off in a process of its own, to be killed: `python peer_process.py prefill|decode TRANSPORT ...`.
 
 It brings a transfer of ten blocks to the middle, says "ready" on standard output, and waits to be ended.
 """
@@ -20,12 +20,22 @@ from kvrelay.connector.base import (
 from kvrelay.connector.factory import make_receiver, make_sender
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.request import RequestKey
+from kvrelay.engine.shared_memory import SharedMemory
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 COMMON = {"layout": LAYOUT, "fingerprint": "model", "secret": "s3cret"}
 KEY = RequestKey("killed", 0)
 NUM_TOKENS, DIGEST = 40, b"d" * 16
 FOREVER = float("inf")
+
+
+def make_region(transport):
+    """D's: zeroed, and the memfd that holds it, if the transport needs one."""
+    size = (10, LAYOUT.block_bytes)
+    if transport != "shm":
+        return np.zeros(size, np.uint8), None
+    memory = SharedMemory.create(size[0] * size[1], "kvrelay-test")
+    return np.frombuffer(memory.buffer, np.uint8).reshape(size), memory.descriptor
 
 
 def wait_for(connector, woken, kind):
@@ -36,10 +46,10 @@ def wait_for(connector, woken, kind):
         woken.wait()
 
 
-def prefill(epoch, peer_epoch, address):
+def prefill(transport, epoch, peer_epoch, address):
     woken = threading.Event()
     region = np.ones((10, LAYOUT.block_bytes), np.uint8)
-    sender = make_sender(region=region, epoch=epoch, wake_up=woken.set, **COMMON)
+    sender = make_sender(region=region, epoch=epoch, wake_up=woken.set, transport=transport, **COMMON)
     sender.connect(peer_epoch, address)
     wait_for(sender, woken, SessionUp)
     sender.offer(
@@ -56,10 +66,12 @@ def prefill(epoch, peer_epoch, address):
     return sender
 
 
-def decode(epoch, peer_epoch):
+def decode(transport, epoch, peer_epoch):
     woken = threading.Event()
-    region = np.zeros((10, LAYOUT.block_bytes), np.uint8)
-    receiver = make_receiver(region=region, epoch=epoch, wake_up=woken.set, **COMMON)
+    region, region_fd = make_region(transport)
+    receiver = make_receiver(
+        region=region, region_fd=region_fd, epoch=epoch, wake_up=woken.set, transport=transport, **COMMON
+    )
     sys.stdout.write(receiver.address() + "\n")
     sys.stdout.flush()
     wait_for(receiver, woken, SessionUp)
