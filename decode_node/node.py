@@ -19,6 +19,7 @@ from kvrelay.connector.base import (
     KVReceiver,
     Landed,
     Offered,
+    Quarantined,
     Released,
     TransferEvent,
 )
@@ -27,7 +28,7 @@ from kvrelay.decode_node.admission import grant_plan
 from kvrelay.decode_node.scheduler import DecodeScheduler
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.engine import Engine, RowOutput, StepOutcome
-from kvrelay.engine.errors import Internal, KvrelayError, TransferFailed
+from kvrelay.engine.errors import Internal, KvrelayError, TransferFailed, Unavailable
 from kvrelay.engine.legs import Delta, HandoffReport, Leg, LegReport, Peer
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.planner import Admitted
@@ -182,6 +183,8 @@ class DecodeNode(NodeCore):
             self._land(self._legs[event.key], event)
         elif isinstance(event, Failed):
             self._transfer_failed(self._legs[event.key], event)
+        elif isinstance(event, Quarantined):
+            self._quarantine(self._legs[event.key])
         elif isinstance(event, Released):
             self._give_back(self._legs[event.key])
 
@@ -249,6 +252,9 @@ class DecodeNode(NodeCore):
     def _step(self) -> bool:
         started_at = self.clock.now()
         plan, scheduled = self.engine.plan()
+        if plan.is_empty and (starved := self._scheduler.starved()) is not None:
+            self._fail_starved(self._legs[starved.key])
+            return True
         for grant in plan.grants:
             self._grant(self._legs[grant.sequence.key], grant)
         outcome = self.engine.execute(plan, scheduled)
@@ -322,6 +328,27 @@ class DecodeNode(NodeCore):
             self._scheduler.abort(sequence)
         self._legs.pop(leg.key)
 
+    def _quarantine(self, leg: DecodeLeg) -> None:
+        """The transfer has ended, and whoever wrote for it may be at it still."""
+        log.warning("kv_blocks_quarantined", extra=fields(request_id=leg.key.request_id, attempt=leg.key.attempt))
+        if leg.owns_grant:
+            self._scheduler.quarantine(leg.sequence)
+
+    def _fail_starved(self, leg: DecodeLeg) -> None:
+        """Nothing can go on before the quarantine ends, and nobody knows when that is: another node may do better."""
+        num_blocks = self._scheduler.pool.counts().quarantined
+        self.is_healthy = False
+        log.error("starved_by_quarantine", extra=fields(request_id=leg.key.request_id, num_blocks=num_blocks))
+        error = Unavailable(f"{num_blocks} KV blocks of this node are in quarantine: a lost node may still write there")
+        self._say(Delta(key=leg.key, error=error, ended=True))
+        if leg.stage is Stage.LOCAL:
+            self._end_local(leg)
+            return
+        outcome = self._receiver.cancel(leg.key)
+        self._take_off(leg)
+        if outcome is CancelOutcome.FREED:
+            self._give_back(leg)
+
     def _take_off(self, leg: DecodeLeg) -> None:
         """Nobody waits for this hand-off any more; what was granted stays with the transfer."""
         self._scheduler.abort(leg.sequence)
@@ -332,6 +359,7 @@ class DecodeNode(NodeCore):
         if leg.owns_grant:
             leg.owns_grant = False
             self._scheduler.give_back(leg.sequence)
+            self.is_healthy = self.is_healthy or not self._scheduler.pool.counts().quarantined
         self._legs.pop(leg.key, None)
 
     # --- statistics

@@ -5,10 +5,13 @@
                           granted by plan |  | preempted, then swapped in or recomputed here: never REMOTE again
                                           v  |
                  give_back <--- REMOTE -- landed --> running
+                     ^            | abort, then quarantine
+                     +------- QUARANTINED
 
 A grant comes when its turn in the queue has come and there is a seat and room; it takes nothing of a step. What is
 REMOTE belongs to the transfer: it is no victim of preemption, an abort leaves its blocks, and only `landed` and
-`give_back` move them.
+`give_back` move them. In quarantine are the granted blocks of a transfer that has ended and whose writer may still be
+at work; what quarantine leaves may be too little for anything to go on: then `starved` says who is to hear of it.
 """
 
 from dataclasses import replace
@@ -16,6 +19,7 @@ from dataclasses import replace
 from kvrelay.decode_node.admission import DecodeAdmission
 from kvrelay.engine.block_pool import BlockPool
 from kvrelay.engine.config import EngineConfig
+from kvrelay.engine.kv_layout import blocks_for
 from kvrelay.engine.request import Sequence, Status
 from kvrelay.engine.scheduler import Scheduler, SchedulerStatistics
 
@@ -29,6 +33,7 @@ class DecodeScheduler(Scheduler):
         self.expected: set[Sequence] = set()  # called for; their KV is not on offer yet
         self._remote: set[Sequence] = set()
         self._ended: set[Sequence] = set()  # aborted while REMOTE: their transfers still own their blocks
+        self._quarantined: set[Sequence] = set()  # of the ended: their blocks that were granted, and no others
 
     def expect(self, sequence: Sequence) -> None:
         """The router has called for a sequence whose KV will be offered.
@@ -57,7 +62,30 @@ class DecodeScheduler(Scheduler):
         if sequence.status is Status.REMOTE:
             self.abort(sequence)
         self._ended.remove(sequence)
-        self._release(sequence)
+        if sequence in self._quarantined:
+            self._quarantined.remove(sequence)
+            self.pool.end_quarantine(sequence.block_table)
+            sequence.block_table = []
+        else:
+            self._release(sequence)
+
+    def quarantine(self, sequence: Sequence) -> None:
+        """A write may still reach what was granted to a sequence that has ended: nobody gets those blocks until
+        `give_back`. The others, found in the cache or kept for its next token, are out of any writer's reach."""
+        assert sequence in self._ended, f"{sequence.key} goes to quarantine, but has not ended"
+        first = sequence.num_cached_tokens // self.pool.block_size
+        end = max(first, blocks_for(sequence.num_tokens, self.pool.block_size))
+        granted, others = sequence.block_table[first:end], [*sequence.block_table[:first], *sequence.block_table[end:]]
+        self.pool.release(others)
+        self.pool.quarantine(granted)
+        sequence.block_table = granted
+        self._quarantined.add(sequence)
+
+    def starved(self) -> Sequence | None:
+        """After an empty plan: the oldest, if blocks in quarantine are what keeps everything from going on."""
+        if not self.pool.counts().quarantined or self._remote:
+            return None
+        return min((*self.running, *self._in_turn()), key=self.ranking.rank, default=None)
 
     def abort(self, sequence: Sequence) -> None:
         """As for any sequence, but one that is REMOTE leaves its blocks to the transfer until `give_back`."""

@@ -6,7 +6,6 @@ on the engine thread alone and needs no lock; `on_report` is the way out.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.clock import Clock
@@ -33,6 +32,7 @@ class NodeCore(ABC):
     def __init__(self, engine: Engine, clock: Clock, on_report: OnReport) -> None:
         self.engine = engine
         self.clock = clock
+        self.is_healthy = True  # whether it can serve at all
         self._on_report = on_report
         self._deltas: list[Delta] = []
         self._num_lately = 0.0  # tokens computed in the last steps, the older ones counting less, and in what time
@@ -153,8 +153,6 @@ class NodeCore(ABC):
         statistics = scheduler.statistics()
         transfers = self.transfer_statistics()
         blocks = scheduler.pool.counts()
-        quarantined = transfers.num_quarantined_blocks  # the pool counts them with their transfers' others
-        blocks = replace(blocks, owned=blocks.owned - quarantined, quarantined=blocks.quarantined + quarantined)
         return Snapshot(
             blocks=blocks,
             load=Load(
@@ -167,6 +165,7 @@ class NodeCore(ABC):
                 sessions=frozenset(transfers.sessions),
             ),
             transfers=transfers,
+            is_healthy=self.is_healthy,
             num_live=self._num_live(),
             num_steps=self.engine.num_steps,
             num_preemptions=statistics.num_preemptions,

@@ -56,6 +56,7 @@ class Role:
 
     name: str  # "prefill" or "decode"
     build: Callable[[NodeParts], tuple[NodeCore, str]]  # -> core and its connector's address, if others dial it
+    receives_kv: bool = False  # others write into its pool
 
 
 def run_node(config: NodeConfig, role: Role) -> int:
@@ -75,7 +76,8 @@ def run_node(config: NodeConfig, role: Role) -> int:
     info = model_store.load_info(config.model)
     from kvrelay.engine.model_runner import ModelRunner  # torch takes seconds, and the variables above come first
 
-    runner = ModelRunner.load(info, config)
+    shares_pool = role.receives_kv and config.kv_transport in ("auto", "shm")
+    runner = ModelRunner.load(info, config, shares_pool=shares_pool)
     return asyncio.run(_NodeProcess(config, role, epoch, name).serve(info, runner, cluster_secret))
 
 
@@ -98,6 +100,7 @@ class _NodeProcess:
         self._loop = asyncio.get_running_loop()
         self._stop = process.stop_on_signals()
         self._reported = asyncio.Event()
+        self._health_changed = asyncio.Event()
         self._died = False
         self._core, connector_address = self._build(info, runner, cluster_secret)
         self._snapshot = self._core.snapshot()
@@ -110,7 +113,9 @@ class _NodeProcess:
             log.info("listening", extra=fields(grpc=identity.grpc_address, connector=connector_address or "-"))
             self._links = tuple(RouterLink(address, identity, self) for address in self._config.router)
             running = [asyncio.create_task(link.run()) for link in self._links]
+            following = asyncio.create_task(self._follow_health(server))
             await self._serve_until_stopped(identity)
+            following.cancel()
             await server.drain()
             await self._drain()
         finally:
@@ -168,6 +173,12 @@ class _NodeProcess:
             )
         await stopping
 
+    async def _follow_health(self, server: NodeServer) -> None:
+        while True:
+            await self._health_changed.wait()
+            self._health_changed.clear()
+            await server.set_healthy(self._snapshot.is_healthy)
+
     async def _drain(self) -> None:
         """Take nothing new; let what runs here end, and its KV be delivered."""
         log.info("draining", extra=fields(num_live=self._snapshot.num_live))
@@ -195,6 +206,8 @@ class _NodeProcess:
         self._reported.set()
 
     def _on_report(self, deltas: tuple[Delta, ...], snapshot: Snapshot, change: CacheChange | None) -> None:
+        if snapshot.is_healthy != self._snapshot.is_healthy:
+            self._health_changed.set()
         self._snapshot = snapshot
         if change is not None:
             self._found_blocks.apply(change)

@@ -25,6 +25,7 @@ class Snapshot:
     blocks: BlockCounts
     load: Load
     transfers: ConnectorStatistics
+    is_healthy: bool = True
     num_live: int = 0  # legs and transfers that have not ended
     num_steps: int = 0
     num_preemptions: int = 0

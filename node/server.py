@@ -25,7 +25,7 @@ class _NodeService(node_pb2_grpc.NodeServicer):
 
 
 class NodeServer:
-    """Serves from `start` to `stop`; health says NOT_SERVING once `drain` was called."""
+    """Serves from `start` to `stop`; health says NOT_SERVING once `drain` was called, and while it is told so."""
 
     def __init__(self, role: str, epoch: str, name: str, snapshot: Callable[[], Snapshot]) -> None:
         # A port that another process has is an error, not a half of its connections.
@@ -44,9 +44,13 @@ class NodeServer:
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {bind}:{port}: {error}") from error
         await self._server.start()
-        for service in ("", _SERVICE):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await self.set_healthy(True)
         return port
+
+    async def set_healthy(self, is_healthy: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for service in ("", _SERVICE):
+            await self._health.set(service, status.SERVING if is_healthy else status.NOT_SERVING)
 
     async def drain(self) -> None:
         await self._health.enter_graceful_shutdown()

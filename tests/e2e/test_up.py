@@ -18,6 +18,7 @@ from support.tiny_model import make_tiny_model
 
 from kvrelay.cli.main import ExitCode
 from kvrelay.cli.supervisor import Child, RoleEnded
+from kvrelay.proto import node_pb2, node_pb2_grpc
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,10 @@ def test_up_serves_and_ctrl_c_leaves_nothing(model: str) -> None:
         answer = ask(running)
         assert len(answer["token_ids"]) == 8
         assert answer["handoff"]["kv_blocks"] == -(-answer["usage"]["prompt_tokens"] // 16)
-        assert answer["handoff"]["transport"] == "zmq"
+        assert answer["handoff"]["transport"] == "shm"
+        with grpc.insecure_channel(running.addresses["decode-0"]) as channel:
+            stats = node_pb2_grpc.NodeStub(channel).Stats(node_pb2.StatsRequest(), timeout=DEADLINE_S)
+        assert list(stats.transfers.sessions.values()) == ["shm"]
         assert len(running.pids) == 3
         code, errors = running.stop(signal.SIGINT)
         assert (code, errors) == (ExitCode.OK, "")

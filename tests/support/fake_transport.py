@@ -1,4 +1,4 @@
-"""A two-sided transport in memory whose pieces move when the test says so, or at once."""
+"""A transport in memory whose pieces move when the test says so, or at once. Two-sided, unless the network is not."""
 
 import threading
 from collections import deque
@@ -22,6 +22,7 @@ class FakeNetwork:
         self.is_doubled = False
         self.stays_in_piece = False
         self.writers_stay = False
+        self.is_one_sided = False
         self.reader = None
         self.links = []
 
@@ -107,7 +108,6 @@ class FakeLink:
 
 
 class FakeReader:
-    one_sided = False
     num_dropped = 0
 
     def __init__(self, network, region):
@@ -119,6 +119,10 @@ class FakeReader:
         self.inside = None
         self.stopped_inside = False
         network.reader = self
+
+    @property
+    def one_sided(self):
+        return self.network.is_one_sided
 
     def start(self, events):
         self.events = events

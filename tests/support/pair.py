@@ -176,8 +176,10 @@ class Pair:
         network: FakeNetwork | None = None,
         gguf: Path | None = None,
         transfer_dtype: str = "auto",
+        shares_pool: bool = False,
     ) -> None:
-        """`network`: bytes move over it as the test says, instead of over ZMQ. `gguf`: what the model was made of."""
+        """`network`: bytes move over it as the test says, instead of over sockets; `shares_pool`: over shared memory.
+        `gguf`: what the model was made of."""
         self._transfer_dtype, self._kv_digests = transfer_dtype, kv_digests
         self.info = read_model_info(model, gguf=gguf)
         self._answers: dict[RequestKey, Answer] = {}
@@ -187,7 +189,7 @@ class Pair:
         self._own_runners = runners is None
         self.runners = runners or (
             ModelRunner.load(self.info, prefill_config),
-            ModelRunner.load(self.info, decode_config),
+            ModelRunner.load(self.info, decode_config, shares_pool=shares_pool),
         )
         clock = MonotonicClock()
         self.prefill, self.decode = Node("prefill", self._hear), Node("decode", self._hear)
@@ -224,7 +226,7 @@ class Pair:
         )
         wake_d, wake_p = self.decode.thread.wake, self.prefill.thread.wake
         if network is None:
-            receiver = make_receiver(region=runner_d.region, wake_up=wake_d, **decode)
+            receiver = make_receiver(region=runner_d.region, region_fd=runner_d.region_fd, wake_up=wake_d, **decode)
             sender = make_sender(
                 region=runner_p.region,
                 wake_up=wake_p,
