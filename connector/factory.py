@@ -14,6 +14,9 @@ from kvrelay.connector.transport.shm_reader import ShmReader
 from kvrelay.connector.transport.tcp import DataTls, is_trusted
 from kvrelay.connector.transport.tcp_reader import TcpReader
 from kvrelay.connector.transport.tcp_writer import TcpWriter
+from kvrelay.connector.transport.ucp import has_ucx
+from kvrelay.connector.transport.ucx_reader import UcxReader
+from kvrelay.connector.transport.ucx_writer import UcxWriter
 from kvrelay.connector.transport.zmq import ZmqReader, ZmqWriter
 from kvrelay.engine.clock import Clock, MonotonicClock
 from kvrelay.engine.config import KvTransferDtype, KvTransport
@@ -47,15 +50,18 @@ def make_sender(
     `transfer_dtype`: in what KV travels; auto: as D says, or else the narrower of both pools' dtypes.
     `insecure`: KV may travel in the clear beyond this machine.
 
-    Raises: ConfigError for files that make no TLS.
+    Raises: ConfigError for files that make no TLS, or if the transport named is not there.
     """
     clock = clock or MonotonicClock()
     _check_region(region, layout)
     makers: dict[str, MakeWriter] = {  # the preferred one first
         "shm": lambda over: ShmWriter(over, clock, secret),
+        "ucx": lambda over: UcxWriter(over, clock, rdma_only=transport == "auto", insecure=insecure),
         "tcp": lambda over: TcpWriter(over, clock, secret, insecure=insecure, tls=data_tls),
         "zmq": lambda over: ZmqWriter(over, clock, secret),
     }
+    if transport == "auto" and not has_ucx():
+        del makers["ucx"]
     makers = {name: make for name, make in makers.items() if transport in ("auto", name)}
     if hub is not None:
         makers = {"inproc": lambda over: InprocWriter(hub, over), **makers}
@@ -94,22 +100,28 @@ def make_receiver(
 ) -> Receiver:
     """D's half over `region`, D's pool as bytes; listens when it returns. Ports of 0: any free ones.
 
-    `transport`: the only one to offer; auto: all. `transfer_dtype`: in what KV travels; auto: as P says, or else the
-    narrower of both pools' dtypes. `insecure`: KV may come in the clear from beyond this machine. `region_fd`: a memfd
-    that holds the region, for those who can share memory.
+    `transport`: the only one to offer; auto: all that make sense here. `transfer_dtype`: in what KV travels; auto: as P
+    says, or else the narrower of both pools' dtypes. `insecure`: KV may come in the clear from beyond this machine.
+    `region_fd`: a memfd that holds the region, for those who can share memory.
 
-    Raises: ConfigError if an address cannot be bound, or what is asked for is not safe there.
+    Raises: ConfigError if an address cannot be bound, or what is asked for is not there, or not safe.
     """
     clock = clock or MonotonicClock()
     _check_region(region, layout)
+    is_safe = is_trusted(bind, insecure=insecure)
+    ucx_port = 0 if transport == "auto" else data_port  # two cannot listen on one
     makers: dict[str, Callable[[], Reader | None]] = {
         "shm": lambda: _shm_reader(region, region_fd, clock, secret, is_asked_for=transport == "shm"),
+        "ucx": lambda: UcxReader(region, clock, bind, ucx_port, advertise, insecure=insecure),
+        "tcp": lambda: TcpReader(region, clock, secret, bind, tcp_port, advertise, tls=data_tls),
         "zmq": lambda: ZmqReader(region, clock, bind, data_port, advertise, secret),
     }
-    if data_tls is not None or is_trusted(bind, insecure=insecure):
-        makers["tcp"] = lambda: TcpReader(region, clock, secret, bind, tcp_port, advertise, tls=data_tls)
-    elif transport == "tcp":
-        raise ConfigError(f"kv_transport = tcp: beyond loopback ({bind}) only with data_tls_* or --insecure")
+    if transport == "auto" and not (is_safe and has_ucx()):
+        del makers["ucx"]
+    if not is_safe and data_tls is None:
+        del makers["tcp"]
+        if transport == "tcp":
+            raise ConfigError(f"kv_transport = tcp: beyond loopback ({bind}) only with data_tls_* or --insecure")
     readers: list[Reader] = []
     try:
         for name, make in makers.items():

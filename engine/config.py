@@ -12,7 +12,7 @@ from kvrelay.engine.errors import ConfigError
 
 MAX_AGEING_S = 1e6
 Quantization = Literal["none", "int8", "int4", "gguf"]
-KvTransport = Literal["auto", "shm", "tcp", "zmq"]
+KvTransport = Literal["auto", "shm", "ucx", "tcp", "zmq"]
 KvTransferDtype = Literal["auto", "bfloat16", "int8", "fp8"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

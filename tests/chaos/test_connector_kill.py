@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import peer_process
-from support.connector import Side, assert_no_threads, wait_until
+from support.connector import Side, assert_no_threads, needs_ucx, wait_until
 from support.peer_process import COMMON, DIGEST, FOREVER, KEY, LAYOUT, NUM_TOKENS, make_region
 
 from kvrelay.connector.base import (
@@ -43,7 +43,7 @@ def process(*arguments):
             child.kill()
 
 
-@pytest.fixture(params=["shm", "zmq"])
+@pytest.fixture(params=["shm", "tcp", "zmq", pytest.param("ucx", marks=needs_ucx)])
 def transport(request):
     return request.param
 
@@ -56,7 +56,7 @@ def decode_side(transport):
     d.connector = make_receiver(
         region=region, region_fd=region_fd, epoch="d", wake_up=d.woken.set, transport=transport, **COMMON
     )
-    with process("prefill", transport, "p", "d", d.connector.address()) as child:
+    with process(transport, "prefill", "p", "d", d.connector.address()) as child:
         d.wait(SessionUp)
         d.connector.expect(
             Expectation(key=KEY, peer_epoch="p", num_tokens=NUM_TOKENS, token_digest=DIGEST, deadline=FOREVER)
@@ -114,7 +114,7 @@ def test_a_killed_decode_node_is_noticed_at_once_and_its_transfer_ended(transpor
     """B06."""
     p = Side(np.ones((10, LAYOUT.block_bytes), np.uint8))
     p.connector = make_sender(region=p.region, epoch="p", wake_up=p.woken.set, transport=transport, **COMMON)
-    with process("decode", transport, "d", "p") as child:
+    with process(transport, "decode", "d", "p") as child:
         p.connector.connect("d", child.stdout.readline().strip())
         p.wait(SessionUp)
         p.connector.offer(

@@ -5,6 +5,7 @@ import time
 from functools import partial
 
 import numpy as np
+import pytest
 from support.fake_transport import FakeNetwork, FakeReader, FakeWriter
 
 from kvrelay.connector.base import (
@@ -28,14 +29,15 @@ from kvrelay.connector.receiver import Receiver
 from kvrelay.connector.sender import Sender
 from kvrelay.connector.session import Identity
 from kvrelay.connector.transport.inproc import InprocHub
+from kvrelay.connector.transport.ucp import has_libucp
 from kvrelay.engine.clock import FakeClock, MonotonicClock
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.request import OutputToken, RequestKey
 from kvrelay.engine.secret import new_epoch
 from kvrelay.engine.shared_memory import SharedMemory
 
-TRANSPORTS = ("shm", "tcp", "zmq", "inproc", "fake")
-NAMED = ("shm", "tcp", "zmq")  # those that --kv-transport can name
+needs_ucx = pytest.mark.skipif(not has_libucp(), reason="there is no libucp here: pip install kvrelay[ucx]")
+TRANSPORTS = ("shm", "tcp", "zmq", "inproc", "fake", pytest.param("ucx", marks=needs_ucx))
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 64
 PATIENCE_S = 20.0  # a generous deadline for things that take milliseconds
@@ -120,6 +122,7 @@ class Pair:
         self.clock = clock or MonotonicClock()
         self.hub = InprocHub() if transport == "inproc" else None
         self.network = FakeNetwork() if transport == "fake" else None
+        self.named = {} if self.hub or self.network else {"transport": transport}
         rng = np.random.default_rng(7)
         self.layout = layout
         self.d_layout = d_layout or layout
@@ -131,7 +134,6 @@ class Pair:
         if transport == "shm":
             self.d.region, self.d_values["region_fd"] = shared_region(size)
         self.p_values = self.common | {"epoch": new_epoch()} | (p or {})
-        self.named = {"transport": transport} if transport in NAMED else {}
         self.d_options = d_options
         self.offered, self.granted = {}, {}
         self.freed_p, self.freed_d = [], []

@@ -1,4 +1,4 @@
-"""One half of a hand-off in a process of its own, to be killed: `python peer_process.py prefill|decode TRANSPORT ...`.
+"""One half of a hand-off in a process of its own, to be killed: `python peer_process.py TRANSPORT prefill|decode ...`.
 
 It brings a transfer of ten blocks to the middle, says "ready" on standard output, and waits to be ended.
 """
@@ -84,7 +84,7 @@ def decode(transport, epoch, peer_epoch):
 
 
 if __name__ == "__main__":
-    kept = {"prefill": prefill, "decode": decode}[sys.argv[1]](*sys.argv[2:])
+    kept = {"prefill": prefill, "decode": decode}[sys.argv[2]](sys.argv[1], *sys.argv[3:])
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -1,0 +1,262 @@
+"""P's side of the ucx transport: one UCX worker and one thread for each session."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import zmq
+
+from kvrelay.connector import wire
+from kvrelay.connector.loop import Loop, Timer
+from kvrelay.connector.messages import GrantId
+from kvrelay.connector.transport import ucp
+from kvrelay.connector.transport.base import Copy, Region, WriterEvents
+from kvrelay.connector.transport.queue import WriteQueue
+from kvrelay.connector.transport.ucx import (
+    GREET_S,
+    GREETING,
+    MAX_PIECES,
+    NAME,
+    PIECE_BYTES,
+    is_loopback,
+    parse_address,
+)
+from kvrelay.engine.clock import Clock
+from kvrelay.engine.errors import Unavailable
+from kvrelay.engine.log import fields, get_logger
+
+log = get_logger(__name__)
+
+_STOP_S = 5.0
+_HUNG_UP = "hung up"
+
+
+class UcxWriter:
+    """P's side. `rdma_only`: D's are reached only where both have RDMA; `insecure`: beyond loopback too.
+
+    Raises: ConfigError if there is no UCX here.
+    """
+
+    name = NAME
+
+    def __init__(self, region: Region, clock: Clock, *, rdma_only: bool = False, insecure: bool = False) -> None:
+        self._region = region
+        self._clock = clock
+        self._rdma_only = rdma_only
+        self._insecure = insecure
+        self._library = ucp.Library()
+        self._links: list[UcxLink] = []
+
+    def reaches(self, address: str) -> bool:
+        try:
+            host, _port, rdma = parse_address(address)
+        except ValueError:
+            return False
+        if not self._insecure and not is_loopback(host):
+            return False
+        return not self._rdma_only or (rdma and ucp.has_rdma())
+
+    def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> "UcxLink":
+        self._links = [link for link in self._links if link.is_running()]
+        ucp.sweep(self._library)
+        link = UcxLink(self._region, self._clock, self._library, session_nonce, address, events)
+        self._links.append(link)
+        return link
+
+    def close(self) -> None:
+        for link in self._links:
+            link.close()
+        num_stuck = sum(not link.join(_STOP_S) for link in self._links)
+        ucp.sweep(self._library)
+        if num_stuck:
+            log.error("writers_stuck", extra=fields(transport=NAME, num_threads=num_stuck))
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Copies that lie one after another in the grant's run of bytes, at most PIECE_BYTES in all."""
+
+    offset: int
+    size: int = 0
+    copies: list[Copy] = field(default_factory=list)
+
+
+class UcxLink:
+    """One data connection to a D. `write`, `stop` and `close` may be called from any thread."""
+
+    def __init__(
+        self,
+        region: Region,
+        clock: Clock,
+        library: ucp.Library,
+        session_nonce: bytes,
+        address: str,
+        events: WriterEvents,
+    ) -> None:
+        self._region = region
+        self._library = library
+        self._session_nonce = session_nonce
+        self._address = address
+        self._events = events
+        self._queue: WriteQueue[_Piece] = WriteQueue()
+        self._context: ucp.Context | None = None
+        self._worker: ucp.Worker | None = None
+        self._is_greeted = False
+        self._failure = ""
+        self._timer: Timer | None = None
+        self._free: deque[Region] = deque()  # buffers that UCX is done with
+        self._num_buffers = 0
+        self._loop = Loop(f"kv-write-{NAME}", clock)
+        self._loop.start()
+        self._loop.post(self._dial)
+
+    def write(self, grant: GrantId, copies: Sequence[Copy]) -> None:
+        self._queue.put(grant, _pieces(copies, self._region.shape[1]))
+        self._loop.post(self._drive)
+
+    def stop(self, grant: GrantId) -> bool:
+        return self._queue.stop(grant)
+
+    def close(self) -> None:
+        self._queue.clear()
+        self._loop.post(self._end)
+        self._loop.stop(0)
+
+    def is_running(self) -> bool:
+        return self._loop.is_running()
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether the thread has ended; after `close` only."""
+        return self._loop.stop(timeout_s)
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+
+    def _dial(self) -> None:
+        try:
+            host, port, _rdma = parse_address(self._address)
+            self._context = ucp.Context(self._library, is_local=is_loopback(host))
+            self._worker = ucp.Worker(self._context, _ignore, self._lose)
+            self._loop.watch(self._worker.fileno(), zmq.POLLIN, self._drive)
+            self._worker.connect(host, port)
+        except (Unavailable, ValueError) as error:
+            self._fail(str(error))
+            return
+        self._timer = self._loop.call_in(GREET_S, self._expired)
+        self._worker.send(GREETING + self._session_nonce, 0, 0, self._greeted)
+        self._drive()
+
+    def _greeted(self, ok: bool) -> None:
+        """D has the nonce, or will have it before any piece."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._is_greeted = ok
+        if not ok:
+            self._lose("it cannot be reached")
+
+    def _expired(self) -> None:
+        self._fail(f"no connection in {GREET_S:g} s")
+
+    def _lose(self, reason: str) -> None:
+        """UCX is calling: the worker is closed when it has returned."""
+        self._failure = self._failure or reason
+
+    def _drive(self) -> None:
+        """Let UCX and the queue go on as far as they can without waiting."""
+        if self._worker is None:
+            return
+        is_idle = self._worker.progress()
+        while not self._failure and self._write_piece():
+            is_idle = False
+        if self._failure:
+            self._fail(f"the data connection ended: {self._failure}")
+        elif not is_idle:
+            self._loop.post(self._drive)
+
+    def _write_piece(self) -> bool:
+        """Whether there was one, and room for it."""
+        assert self._worker is not None
+        if not self._is_greeted or not (self._free or self._num_buffers < MAX_PIECES):
+            return False
+        work = self._queue.begin()
+        if work is None:
+            return False
+        grant, piece = work
+        buffer = self._buffer()
+        self._pack(piece, buffer)
+        if self._queue.end():
+            self._free.append(buffer)
+            self._events.writer_idle(grant)
+        else:
+            header = wire.encode_header(grant, piece.offset, piece.size)
+            self._worker.send(header, buffer.ctypes.data, piece.size, partial(self._sent, grant, piece.size, buffer))
+        return True
+
+    def _buffer(self) -> Region:
+        if self._free:
+            return self._free.pop()  # the one used last: it is still in the cache
+        self._num_buffers += 1
+        return np.empty(PIECE_BYTES, np.uint8)
+
+    def _pack(self, piece: _Piece, buffer: Region) -> None:
+        at = 0
+        for copy in piece.copies:
+            buffer[at : at + copy.size] = self._region[copy.source_block, copy.start : copy.start + copy.size]
+            at += copy.size
+
+    def _sent(self, grant: GrantId, size: int, buffer: Region, ok: bool) -> None:
+        """D has fetched the piece, or UCX has a copy of it.
+
+        Not before may COMMIT be said: a D that was frozen may fetch late, and from a buffer with another piece.
+        """
+        self._free.append(buffer)
+        if ok:
+            self._events.written(grant, size)
+        else:
+            self._lose("a piece could not be sent")
+
+    def _fail(self, reason: str) -> None:
+        if self._hang_up():
+            self._events.write_failed(self._session_nonce, reason)
+
+    def _end(self) -> None:
+        self._hang_up()
+
+    def _hang_up(self) -> bool:
+        """Whether this was the first time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._worker is not None:
+            self._loop.unwatch(self._worker.fileno())
+            worker, self._worker = self._worker, None
+            worker.close()
+        first = self._failure != _HUNG_UP
+        self._failure = _HUNG_UP
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+        return first
+
+
+def _ignore(header: bytes, data: int, size: int, is_announced: bool) -> None:
+    """D has nothing to say on this connection."""
+
+
+def _pieces(copies: Sequence[Copy], block_bytes: int) -> Iterator[_Piece]:
+    """Cut and join copies, in the order of their places in the grant, into pieces as large as allowed."""
+    piece: _Piece | None = None
+    for copy in sorted(copies, key=lambda copy: (copy.index, copy.start)):
+        start, end = copy.start, copy.start + copy.size
+        while start < end:
+            offset = copy.index * block_bytes + start
+            if piece is None or piece.size == PIECE_BYTES or piece.offset + piece.size != offset:
+                if piece is not None:
+                    yield piece
+                piece = _Piece(offset)
+            size = min(end - start, PIECE_BYTES - piece.size)
+            piece.copies.append(Copy(copy.source_block, copy.target_block, copy.index, start, size))
+            piece.size += size
+            start += size
+    if piece is not None:
+        yield piece
