@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--block-kib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--loaded", action="store_true", help="two busy processes beside it")
+    parser.add_argument("--only", choices=("minimal", "kvrelay"), default="")
     options = parser.parse_args()
     os.environ |= {"UCX_TLS": options.tls, "UCX_NET_DEVICES": "lo"}
     os.environ |= {"UCX_MM_ERROR_HANDLING": "y", "UCX_CMA_MEMORY_INVALIDATE": "y"}
@@ -180,6 +181,8 @@ def main() -> None:
         process.start()
     threading.Event().wait(0.5 if busy else 0)
     for name, move in (("minimal", minimal), ("kvrelay", product)):
+        if options.only not in ("", name):
+            continue
         seconds, note = move(options.block_kib * 1024, options.rounds)
         rates = [POOL_BYTES / s / 1e9 for s in seconds]
         print(f"{name} {options.tls} {options.block_kib} KiB{' loaded' * options.loaded}:", end=" ")
