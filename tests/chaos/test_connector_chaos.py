@@ -1,11 +1,12 @@
-"""Random lives of many transfers at once, over pools whose blocks are used again as soon as they come back.
+"""Random lives of many transfers at once, over pools whose blocks are used again as soon as they come back; over links
+that keep their promises, and over links that lose, double, mix up, spoil and stall copies, and die.
 
 What is checked: a block that came back is written by nobody (it is filled with a mark, and the mark is still there when
 it is used again); what lands is what P had when it pushed (P scribbles over its blocks when they come back); each
 transfer's blocks come back once; nothing is left at the end. The seed is printed, and KVRELAY_SEED repeats it.
 
 Seen to catch: Released before the reader has left its piece (every run); COMMIT before the last byte (some runs); among
-unlike nodes, staging given back before it is written (every run).
+unlike nodes, staging given back before it is written (every run); with faults, digests that nobody checks.
 """
 
 import os
@@ -16,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.connector import LAYOUT, NUM_BLOCKS, TRANSPORTS, Pair, wait_until
+from support.faulty_link import Fault, Faults
 from support.unlike import unlike_blocks
 
 from kvrelay.connector import staging
@@ -81,11 +83,12 @@ class Life:
 
 
 class Chaos:
-    def __init__(self, transport, seed, layout=LARGE, d_layout=LARGE, transfer_dtype="auto"):
+    def __init__(self, transport, seed, layout=LARGE, d_layout=LARGE, transfer_dtype="auto", *, is_faulty=False):
         self.rng = random.Random(seed)
         self.np_rng = np.random.default_rng(seed)
+        self.faults = Faults(rng=random.Random(seed + 1)) if is_faulty else None
         p = {"transfer_dtype": transfer_dtype}
-        self.pair = Pair(transport, layout=layout, d_layout=d_layout, p=p)
+        self.pair = Pair(transport, layout=layout, d_layout=d_layout, p=p, faults=self.faults)
         self.d_size = d_layout.block_size
         self.p_pool, self.d_pool = Pool(self.pair.p.region), Pool(self.pair.d.region)
         self.lives = {}
@@ -98,6 +101,7 @@ class Chaos:
         actions = [self.start] * 4 + [self.push] * 8 + [self.grant] * 4 + [self.cancel_p, self.cancel_d, self.refuse]
         actions += [self.lose_session] if self.rng.random() < 0.02 else []
         actions += [self.play_network] * 2 if self.pair.network is not None else []
+        actions += [self.play_faults] * 4 if self.faults is not None else []
         self.rng.choice(actions)()
         if self.rng.random() < 0.3:
             self.rng.choice((self.pair.p, self.pair.d)).woken.wait(0.001)
@@ -139,7 +143,8 @@ class Chaos:
             self.cancel_p(key, EndReason.FINISHED)
         else:
             life.committed = True
-            self.pair.commit(key, self.pair.digests(key) if self.rng.random() < 0.3 else ())
+            has_digests = self.faults is not None or self.rng.random() < 0.3
+            self.pair.commit(key, self.pair.digests(key) if has_digests else ())
 
     def grant(self):
         key = self.pick(lambda life: life.offered and not life.d_holds and not life.d_over)
@@ -184,16 +189,30 @@ class Chaos:
             self.pair.receiver._acceptor.close_session(session.session, "chaos")
 
     def play_network(self):
-        """Hold pieces back, let some through, double them, catch the reader in mid-piece and let it go."""
+        """Hold pieces back, let some through, catch the reader in mid-piece and let it go."""
         network, rng = self.pair.network, self.rng
         if network.reader.inside is not None:
             network.leave_piece()
         network.is_held = rng.random() < 0.7
-        network.is_doubled = rng.random() < 0.3
         network.stays_in_piece = network.is_held and rng.random() < 0.5
         network.deliver(1 if network.is_held else None)
 
+    def play_faults(self):
+        """From now on another fault, or none, and then what was stalled goes."""
+        faults = self.faults
+        if self.rng.random() < 0.5:
+            faults.release()
+            return
+        with faults.lock:
+            faults.fault = self.rng.choice([fault for fault in Fault if fault is not Fault.DIE])
+            if self.rng.random() < 0.1:
+                faults.fault = Fault.DIE
+                faults.at_byte = max((link.num_bytes for link in faults.links), default=0) + self.rng.randrange(100_000)
+            faults.wrong_block = self.rng.randrange(NUM_BLOCKS)
+
     def still_network(self):
+        if self.faults is not None:
+            self.faults.release()
         network = self.pair.network
         if network is not None:
             if network.reader.inside is not None:
@@ -282,8 +301,12 @@ class UnlikeChaos(Chaos):
         return unlike_blocks(life.contents, self.pair.layout, self.pair.d_layout, life.num_tokens, "int8")
 
 
+def faulty_chaos(transport, seed):
+    return Chaos(transport, seed, is_faulty=True)
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", [Chaos, UnlikeChaos])
+@pytest.mark.parametrize("kind", [Chaos, UnlikeChaos, faulty_chaos])
 def test_random_lives_end_with_every_block_back_and_no_byte_wrong(transport, kind, caplog, monkeypatch):
     """A01, A03, A06, A07, A09, B02."""
     monkeypatch.setattr(staging, "STAGING_BYTES", 16 * 2 * LARGE.block_bytes)
@@ -294,5 +317,6 @@ def test_random_lives_end_with_every_block_back_and_no_byte_wrong(transport, kin
         chaos.act()
     chaos.pair.p.wait(SessionUp)
     chaos.finish()
+    assert chaos.faults is None or chaos.faults.num_struck
     assert chaos.num_landed > 20
     assert not [record for record in caplog.records if record.exc_info], "a callback failed"

@@ -126,12 +126,6 @@ def test_p_dials_again_only_when_its_writers_on_the_lost_session_are_idle():
     pair.close()
 
 
-def test_doubled_pieces_land_a_transfer_once(pair):
-    pair.network.is_doubled = True
-    key = pair.run("r", 3 * B, [(0, 3 * B, (1, 2, 3))])
-    assert len(pair.d.of(Landed, key)) == 1
-
-
 def test_a_failed_data_connection_ends_all_transfers_on_it_on_both_sides(pair):
     keys = [pair.begin(f"r{i}", B, [(0, B, (i,))]) for i in range(3)]
     wait_until(lambda: pair.sender.statistics().states == {"SENDING": 3})

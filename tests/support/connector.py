@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from support.fake_transport import FakeNetwork, FakeReader, FakeWriter
+from support.faulty_link import FaultyWriter
 
 from kvrelay.connector.base import (
     CancelOutcome,
@@ -38,6 +39,7 @@ from kvrelay.engine.shared_memory import SharedMemory
 
 needs_ucx = pytest.mark.skipif(not has_libucp(), reason="there is no libucp here: pip install kvrelay[ucx]")
 TRANSPORTS = ("shm", "tcp", "zmq", "inproc", "fake", pytest.param("ucx", marks=needs_ucx))
+SOCKET_TRANSPORTS = ("zmq", "tcp")  # whose endpoint is a host:port, and whose bytes a proxy can carry
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 64
 PATIENCE_S = 20.0  # a generous deadline for things that take milliseconds
@@ -115,10 +117,13 @@ class Pair:
         secret="s3cret",
         layout=LAYOUT,
         d_layout=None,
+        faults=None,
         **d_options,
     ):
-        """`d_options`: further arguments of make_receiver, at each start of D."""
+        """`faults`: between P's connector and its links. `d_options`: further arguments of make_receiver, at each start
+        of D."""
         self.transport = transport
+        self.faults = faults
         self.clock = clock or MonotonicClock()
         self.hub = InprocHub() if transport == "inproc" else None
         self.network = FakeNetwork() if transport == "fake" else None
@@ -189,6 +194,9 @@ class Pair:
                 self.p.woken.set,
                 kv_digests=kv_digests,
             )
+        if self.faults is not None:
+            writers = self.p.connector._writers
+            self.p.connector._writers = {name: FaultyWriter(writers[name], self.faults) for name in writers}
         self._tell_clock(self.p.connector)
         if connect:
             self.connect()

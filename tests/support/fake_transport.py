@@ -12,14 +12,13 @@ class FakeNetwork:
     """Joins fake writers and one fake reader. By default a piece is read as soon as it is written.
 
     `hold` keeps pieces in flight until `deliver`; `stays_in_piece` keeps the reader inside the piece that it reads
-    until `leave_piece`; `is_doubled` delivers each piece twice; `writers_stay` keeps writers inside what they write.
+    until `leave_piece`; `writers_stay` keeps writers inside what they write. Links' faults: `support/faulty_link.py`.
     """
 
     def __init__(self):
         self.lock = threading.RLock()
         self.in_flight = deque()
         self.is_held = False
-        self.is_doubled = False
         self.stays_in_piece = False
         self.writers_stay = False
         self.is_one_sided = False
@@ -31,7 +30,7 @@ class FakeNetwork:
 
     def send(self, grant, copy, data):
         with self.lock:
-            self.in_flight.extend([(grant, copy, data)] * (2 if self.is_doubled else 1))
+            self.in_flight.append((grant, copy, data))
             if not self.is_held:
                 self.deliver()
 
