@@ -1,6 +1,6 @@
 """How long `kvrelay up` takes to be ready, and what its three processes cost when nothing happens.
 
-    .venv/bin/python bench/start_and_idle.py [--starts 5] [--idle-s 60]
+    .venv/bin/python bench/start_and_idle.py [--starts 5] [--idle-s 60] [--kv-transport NAME]
 
 Run it with nothing beside it. The model must be in the cache: a first `kvrelay demo` puts it there. Beside the start
 stands what nobody can avoid who uses torch: a process that imports it and ends.
@@ -18,11 +18,13 @@ import time
 import psutil
 
 
-def start(port: str) -> tuple[subprocess.Popen[str], float]:
+def start(port: str, kv_transport: str) -> tuple[subprocess.Popen[str], float]:
     """A `kvrelay up` that is ready, and the seconds it took."""
     began = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvrelay.cli", "up", "--port", port], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "kvrelay.cli", "up", "--port", port, "--kv-transport", kv_transport],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -68,11 +70,12 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5, help="number of starts (default: 5)")
     parser.add_argument("--idle-s", type=float, default=60.0, help="seconds of idling (default: 60)")
     parser.add_argument("--port", default="0", help="the router's port (default: any free one)")
+    parser.add_argument("--kv-transport", default="auto", help="what moves KV between the nodes (default: auto)")
     options = parser.parse_args()
     ready, stopped, imports, idle = [], [], [], {}
     for i in range(options.starts):
         imports.append(import_torch())
-        up, seconds = start(options.port)
+        up, seconds = start(options.port, options.kv_transport)
         ready.append(seconds)
         if i == options.starts - 1:
             idle = idle_cost(up, options.idle_s)
@@ -80,6 +83,7 @@ def main() -> None:
     print(
         json.dumps(
             {
+                "kv_transport": options.kv_transport,
                 "cores": len(os.sched_getaffinity(0)),
                 "python": platform.python_version(),
                 "ready_s": {"median": statistics.median(ready), "all": ready},

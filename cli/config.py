@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, get_args
 
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -269,3 +269,64 @@ class EngineBenchConfig(EngineConfig):
         for name in ("batch_sizes", "contexts", "prompt_lens"):
             if any(value < 1 for value in getattr(self, name)):
                 raise ConfigError(f"{name} = {getattr(self, name)}: must all be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferBenchConfig(EngineConfig):
+    """Measures transfers of KV between two processes of this machine, beside what bounds them: copies in memory and
+    bare sockets. With --prefill: what of the transfer a request waits for, behind a real prefill."""
+
+    transports: tuple[str, ...] = ()
+    """Names as --kv-transport takes them, and inproc (both nodes in this process); none: all."""
+    size: str = "128MiB"
+    """Bytes of one transfer."""
+    blocks: tuple[str, ...] = ("16KiB", "64KiB", "360KiB")
+    """Sizes of scattered blocks, beside one contiguous buffer."""
+    repeats: int = 5
+    """Turns; in each, all are measured one after the other."""
+    fixed_transfers: int = 100
+    """Transfers of one block and of none in each turn, for what a transfer costs by itself."""
+    loaded: bool = False
+    """Two busy loops run beside it, as a prefill and a decode node that compute."""
+    peer: UseAppendAction[tuple[str, ...]] = ()
+    """NAME=COMMAND: another system to measure in the same turns, such as bench/peers/transfer_nixl.py; may be given
+    several times."""
+    prefill: int = 0
+    """Measure behind real prefills of so many tokens instead."""
+    chunk: int = 256
+    """--prefill: tokens of a step."""
+    prompts: int = 40
+    """--prefill: prompts to measure."""
+    json: str = ""
+    """File for all figures as JSON; -: standard output, and the table goes to standard error."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("repeats", "fixed_transfers", "chunk", "prompts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.prefill < 0:
+            raise ConfigError(f"prefill = {self.prefill}: must not be negative")
+        for size in (self.size, *self.blocks):
+            if not parse_size(size) or parse_size(size) % 512:
+                raise ConfigError(f"size {size}: must be a multiple of 512 bytes")
+        self._check_names()
+
+    def _check_names(self) -> None:
+        for name in self.transports:
+            if name not in _measured_transports():
+                raise ConfigError(f"transports = {name}: there are {', '.join(_measured_transports())}")
+        for given in self.peer:
+            if "=" not in given:
+                raise ConfigError(f"peer = {given}: must be NAME=COMMAND")
+
+    def named_transports(self) -> tuple[str, ...]:
+        return self.transports or _measured_transports()
+
+    def named_peers(self) -> tuple[tuple[str, str], ...]:
+        """Names and commands."""
+        return tuple((name, command) for name, _, command in (given.partition("=") for given in self.peer))
+
+
+def _measured_transports() -> tuple[str, ...]:
+    return (*(name for name in get_args(KvTransport) if name != "auto"), "inproc")

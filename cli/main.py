@@ -47,7 +47,7 @@ clients of a router:
   health      ask whether a router or a node serves
 
 measurements:
-  bench       put a load on a router, or measure the engine alone
+  bench       put a load on a router, measure the engine alone, or the transfer of KV
 
 options:
   -h, --help  show this and exit; `kvrelay COMMAND --help` shows a command's own flags
@@ -79,6 +79,7 @@ usage: kvrelay bench COMMAND [OPTIONS]
 
   serve       put a load on a running router: latencies, throughput, goodput
   engine      measure decode and prefill in this process, without a network
+  transfer    move KV between two processes, beside memcpy and bare sockets
 
 options:
   -h, --help  show this and exit; `kvrelay bench COMMAND --help` shows a command's own flags
@@ -259,6 +260,15 @@ def _bench_engine(arguments: Sequence[str]) -> int:
     return run(config)
 
 
+def _bench_transfer(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import TransferBenchConfig
+
+    config = _parse(TransferBenchConfig, "bench transfer", arguments)
+    from kvrelay.cli.bench_transfer import run
+
+    return run(config)
+
+
 _MODEL_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _model_list,
     "fetch": _model_fetch,
@@ -267,6 +277,7 @@ _MODEL_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 _BENCH_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _bench_serve,
     "engine": _bench_engine,
+    "transfer": _bench_transfer,
 }
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "up": _up,

