@@ -150,6 +150,10 @@ class Proxy:
         """No fault for connections that come from now on; those that stand are cut."""
         self._do(self._heal())
 
+    def strike(self, broken: Break) -> None:
+        """A fault on the way forth, its place counted from now on."""
+        self._directions[0].breaker = Breaker(broken)
+
     def stall(self) -> None:
         """From now on nothing comes through, either way."""
         self._is_stalled = True
