@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from kvrelay.connector.bench_blocks import BLOCK_SIZE, Case, check, make_cases, new_pool
+from kvrelay.connector.bench_blocks import BLOCK_SIZE, Case, check, make_cases, new_shared_pool
 from kvrelay.connector.bench_peer import Peer
 from kvrelay.connector.bench_sides import D_EPOCH, SECRET, DecodeSide, Received, Woken
 from kvrelay.connector.bench_sockets import KINDS, SocketReceiver, copy_blocks
@@ -115,9 +115,12 @@ class Transport:
 
     kind = "transport"
 
-    def __init__(self, name: str, pool: Any, cases: tuple[Case, ...], remote: Remote, size_bytes: int) -> None:
+    def __init__(
+        self, name: str, pool: Any, pool_fd: int, cases: tuple[Case, ...], remote: Remote, size_bytes: int
+    ) -> None:
         self.name = name
         self._pool = pool
+        self._pool_fd = pool_fd
         self._remote = remote
         self._counter = itertools.count()
         self._hub = InprocHub() if name == INPROC else None
@@ -135,6 +138,7 @@ class Transport:
         woken = Woken()
         receiver = make_receiver(
             region=case.region(self._pool),
+            region_fd=self._pool_fd,
             layout=case.layout,
             fingerprint="bench",
             epoch=D_EPOCH,
@@ -269,11 +273,11 @@ def _contenders(
     stack: contextlib.ExitStack,
     left_out: dict[str, str],
 ) -> list[Contender]:
-    pool = new_pool(size_bytes)
+    pool, pool_fd = new_shared_pool(size_bytes)
     source = Peer(size_bytes).pool
     makers: list[tuple[str, Callable[[], Contender]]] = [(MEMCPY, lambda: Memcpy(source, pool))]
     makers += [(kind, partial(Socket, kind, pool, remote)) for kind in KINDS]
-    makers += [(name, partial(Transport, name, pool, cases, remote, size_bytes)) for name in plan.transports]
+    makers += [(name, partial(Transport, name, pool, pool_fd, cases, remote, size_bytes)) for name in plan.transports]
     makers += [(name, partial(Foreign, name, command, size_bytes)) for name, command in plan.peers]
     contenders = []
     for name, make in makers:

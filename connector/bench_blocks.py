@@ -8,6 +8,7 @@ import numpy as np
 from kvrelay.connector.transport.base import Region
 from kvrelay.engine.errors import Internal
 from kvrelay.engine.kv_layout import KVLayout
+from kvrelay.engine.shared_memory import SharedMemory
 
 BLOCK_SIZE = 16
 _UNIT_BYTES = 512  # of a layout below, by head_dim 1
@@ -52,6 +53,13 @@ class Case:
 def new_pool(size_bytes: int) -> Region:
     """Memory whose pages are there: the first touch of a page costs more than the copy that is to be measured."""
     return np.zeros(size_bytes, np.uint8) + np.uint8(0)
+
+
+def new_shared_pool(size_bytes: int) -> tuple[Region, int]:
+    """The same in a memfd, which lives as long as the pool; in huge pages, if there are any. Raises: OSError."""
+    memory = SharedMemory.create(size_bytes, "kvrelay-bench")
+    memory.populate(lambda: False)
+    return np.frombuffer(memory.buffer, np.uint8), memory.descriptor
 
 
 def fill(pool: Region) -> None:

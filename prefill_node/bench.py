@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvrelay.connector.bench import Remote, busy_loops
-from kvrelay.connector.bench_blocks import new_pool
+from kvrelay.connector.bench_blocks import new_shared_pool
 from kvrelay.connector.bench_sides import D_EPOCH, P_EPOCH, SECRET, DecodeSide, Woken
 from kvrelay.connector.checksum import token_digest
 from kvrelay.connector.factory import make_receiver, make_sender
@@ -73,8 +73,10 @@ def run(
         layout = KVLayout(**ready["layout"])
         woken = Woken()
         num_blocks = blocks_for(num_tokens + 1, layout.block_size)
+        pool, pool_fd = new_shared_pool(num_blocks * layout.block_bytes)
         receiver = make_receiver(
-            region=new_pool(num_blocks * layout.block_bytes).reshape(num_blocks, layout.block_bytes),
+            region=pool.reshape(num_blocks, layout.block_bytes),
+            region_fd=pool_fd,
             layout=layout,
             fingerprint=ready["fingerprint"],
             epoch=D_EPOCH,

@@ -90,7 +90,7 @@ class ShmReader:
         elif connection is not None:
             self._loop.post(partial(self._say_end, connection))
 
-    def accept(self, grant: GrantId, block_ids: Sequence[int]) -> None:
+    def accept(self, grant: GrantId, block_ids: Sequence[int], size: int | None = None) -> None:
         """Nothing to prepare: P names the blocks."""
 
     def stop(self, grant: GrantId) -> bool:

@@ -58,3 +58,10 @@ class Target:
             found[-1] = found[-1][:rest]
         found[0] = found[0][skipped:]
         return found
+
+    def scatter(self, pool: memoryview, offset: int, data: memoryview) -> None:
+        """Copy a piece, which was checked, to its places in the pool."""
+        at = 0
+        for view in self.views(pool, offset, len(data)):
+            view[:] = data[at : at + len(view)]
+            at += len(view)

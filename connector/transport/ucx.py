@@ -8,12 +8,7 @@ UCX has no secrets and no encryption, and its TCP lets whoever reaches its ports
 for loopback and trusted networks only.
 """
 
-import ipaddress
-
-from kvrelay.connector import wire
-
 NAME = "ucx"
-PIECE_BYTES = wire.MAX_PIECE_BYTES
 MAX_PIECES = 4  # on their way over one connection: each has a buffer at either end
 GREETING = b"kv"  # before the session's nonce: a connection's first header
 GREET_S = 5.0  # for a connection to be there and say whose it is
@@ -33,10 +28,3 @@ def parse_address(address: str) -> tuple[str, int, bool]:
     rdma = address.endswith(_RDMA)
     host, _colon, port = address.removesuffix(_RDMA).rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port), rdma
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -13,47 +13,30 @@ import numpy as np
 import zmq
 
 from kvrelay.connector import wire
-from kvrelay.connector.intervals import Intervals
 from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import Endpoint, GrantId
 from kvrelay.connector.sockets import join_address
 from kvrelay.connector.transport import ucp
 from kvrelay.connector.transport.base import ReaderEvents, Region
+from kvrelay.connector.transport.pieces import PIECE_BYTES, flat
 from kvrelay.connector.transport.queue import InHand
+from kvrelay.connector.transport.target import Target
 from kvrelay.connector.transport.ucx import (
     GREET_S,
     GREETING,
     MAX_PIECES,
     NAME,
-    PIECE_BYTES,
     format_address,
-    is_loopback,
 )
 from kvrelay.engine.clock import Clock
+from kvrelay.engine.config import is_loopback
 from kvrelay.engine.errors import ConfigError, InvalidArgument, Unavailable
 from kvrelay.engine.log import fields, get_logger
 
 log = get_logger(__name__)
 
 _MAX_STRANGERS = 32  # connections that have not said whose they are
-_MAX_GAPS = 65_536  # in what has come of one grant
 _STOP_S = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class _Target:
-    """Where a live grant's bytes go, and which of them have come."""
-
-    block_ids: tuple[int, ...]
-    size: int
-    received: Intervals = field(default_factory=Intervals)
-
-    def check(self, offset: int, size: int) -> None:
-        """Raises: InvalidArgument for a piece that reaches outside the grant, or scatters it beyond reason."""
-        if not size or offset + size > self.size:
-            raise InvalidArgument("offset", offset, f"{size} bytes from there do not lie in a grant of {self.size}")
-        if len(self.received) >= _MAX_GAPS:
-            raise InvalidArgument("offset", offset, f"the grant has {_MAX_GAPS} gaps already")
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +74,8 @@ class UcxReader:
         if not is_loopback(bind) and not insecure:
             raise ConfigError(f"kv_transport = ucx: beyond loopback ({bind}) only with --insecure: it has no secrets")
         self.num_dropped = 0
-        self._region = region
+        self._pool = flat(region)
+        self._block_bytes = region.shape[1]
         self._library = library = ucp.Library()
         try:
             self._context = ucp.Context(library, is_local=is_loopback(bind))
@@ -112,7 +96,7 @@ class UcxReader:
         self.endpoint = Endpoint(NAME, format_address(address, rdma=ucp.has_rdma()))
         self._events: ReaderEvents | None = None
         self._in_hand = InHand()  # its lock guards the next two as well
-        self._targets: dict[GrantId, _Target] = {}
+        self._targets: dict[GrantId, Target] = {}
         self._sessions: dict[bytes, _Connection | None] = {}  # the open ones, by nonce
         self._connections: list[_Connection] = []
         self._loop = Loop(f"kv-read-{NAME}", clock)
@@ -133,10 +117,9 @@ class UcxReader:
         if connection is not None:
             self._loop.post(partial(self._hang_up, connection))
 
-    def accept(self, grant: GrantId, block_ids: Sequence[int]) -> None:
-        target = _Target(tuple(block_ids), len(block_ids) * self._region.shape[1])
+    def accept(self, grant: GrantId, block_ids: Sequence[int], size: int | None = None) -> None:
         with self._in_hand.lock:
-            self._targets[grant] = target
+            self._targets[grant] = Target.of(block_ids, self._block_bytes, size)
 
     def stop(self, grant: GrantId) -> bool:
         with self._in_hand.lock:
@@ -268,7 +251,7 @@ class UcxReader:
             self._target(grant, offset, size)
         return grant, offset
 
-    def _target(self, grant: GrantId, offset: int, size: int) -> _Target:
+    def _target(self, grant: GrantId, offset: int, size: int) -> Target:
         """With the lock held. Raises: InvalidArgument."""
         target = self._targets.get(grant)
         if target is None:
@@ -291,36 +274,30 @@ class UcxReader:
     ) -> None:
         if ok:
             try:
-                self._take(grant, offset, buffer[:size])
+                self._take(grant, offset, memoryview(buffer)[:size])
             except InvalidArgument:  # stopped meanwhile
                 self.num_dropped += 1
         else:
             self._lose(connection, "a piece could not be fetched")
         connection.free.append(buffer)
 
-    def _take(self, grant: GrantId, offset: int, data: Region) -> None:
+    def _take(self, grant: GrantId, offset: int, data: memoryview) -> None:
         """Raises: InvalidArgument if the grant is not live any more."""
         with self._in_hand.lock:
             target = self._target(grant, offset, len(data))
             self._in_hand.begin(grant)
-        self._scatter(target.block_ids, offset, data)
+        self._scatter(target, offset, data)
         self._finish(grant, target, offset, len(data))
 
-    def _scatter(self, block_ids: tuple[int, ...], offset: int, data: Region) -> None:
-        block_bytes = self._region.shape[1]
-        at = 0
-        while at < len(data):
-            index, start = divmod(offset + at, block_bytes)
-            size = min(block_bytes - start, len(data) - at)
-            self._region[block_ids[index], start : start + size] = data[at : at + size]
-            at += size
+    def _scatter(self, target: Target, offset: int, data: memoryview) -> None:
+        target.scatter(self._pool, offset, data)
 
-    def _finish(self, grant: GrantId, target: _Target, offset: int, size: int) -> None:
+    def _finish(self, grant: GrantId, target: Target, offset: int, size: int) -> None:
         assert self._events is not None
         with self._in_hand.lock:
             stopped = self._in_hand.end()
             target.received.add(offset, offset + size)
-            is_complete = target.received.total == target.size
+            is_complete = target.is_complete
             if is_complete:
                 self._targets.pop(grant, None)  # nothing may be written into landed blocks
         if stopped:
@@ -329,11 +306,11 @@ class UcxReader:
             self._events.all_in(grant)
 
 
-def _bytes_at(address: int, size: int) -> Region:
+def _bytes_at(address: int, size: int) -> memoryview:
     """A message's bytes where UCX has them. Raises: InvalidArgument for none."""
     if not size:
         raise InvalidArgument("size", size, "must not be 0")
-    return np.ctypeslib.as_array(ucp.bytes_at(address, size))
+    return memoryview(ucp.bytes_at(address, size)).cast("B")
 
 
 def _ignore(header: bytes, data: int, size: int, is_announced: bool) -> None:

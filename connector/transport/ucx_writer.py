@@ -1,8 +1,7 @@
 """P's side of the ucx transport: one UCX worker and one thread for each session."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -13,17 +12,17 @@ from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import GrantId
 from kvrelay.connector.transport import ucp
 from kvrelay.connector.transport.base import Copy, Region, WriterEvents
+from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, cut, flat
 from kvrelay.connector.transport.queue import WriteQueue
 from kvrelay.connector.transport.ucx import (
     GREET_S,
     GREETING,
     MAX_PIECES,
     NAME,
-    PIECE_BYTES,
-    is_loopback,
     parse_address,
 )
 from kvrelay.engine.clock import Clock
+from kvrelay.engine.config import is_loopback
 from kvrelay.engine.errors import Unavailable
 from kvrelay.engine.log import fields, get_logger
 
@@ -74,15 +73,6 @@ class UcxWriter:
             log.error("writers_stuck", extra=fields(transport=NAME, num_threads=num_stuck))
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Copies that lie one after another in the grant's run of bytes, at most PIECE_BYTES in all."""
-
-    offset: int
-    size: int = 0
-    copies: list[Copy] = field(default_factory=list)
-
-
 class UcxLink:
     """One data connection to a D. `write`, `stop` and `close` may be called from any thread."""
 
@@ -95,12 +85,13 @@ class UcxLink:
         address: str,
         events: WriterEvents,
     ) -> None:
-        self._region = region
+        self._pool = flat(region)
+        self._block_bytes = region.shape[1]
         self._library = library
         self._session_nonce = session_nonce
         self._address = address
         self._events = events
-        self._queue: WriteQueue[_Piece] = WriteQueue()
+        self._queue: WriteQueue[Piece] = WriteQueue()
         self._context: ucp.Context | None = None
         self._worker: ucp.Worker | None = None
         self._is_greeted = False
@@ -113,7 +104,7 @@ class UcxLink:
         self._loop.post(self._dial)
 
     def write(self, grant: GrantId, copies: Sequence[Copy]) -> None:
-        self._queue.put(grant, _pieces(copies, self._region.shape[1]))
+        self._queue.put(grant, cut(copies, self._pool, self._block_bytes))
         self._loop.post(self._drive)
 
     def stop(self, grant: GrantId) -> bool:
@@ -199,11 +190,11 @@ class UcxLink:
         self._num_buffers += 1
         return np.empty(PIECE_BYTES, np.uint8)
 
-    def _pack(self, piece: _Piece, buffer: Region) -> None:
-        at = 0
-        for copy in piece.copies:
-            buffer[at : at + copy.size] = self._region[copy.source_block, copy.start : copy.start + copy.size]
-            at += copy.size
+    def _pack(self, piece: Piece, buffer: Region) -> None:
+        at, target = 0, memoryview(buffer)
+        for view in piece.views:
+            target[at : at + len(view)] = view
+            at += len(view)
 
     def _sent(self, grant: GrantId, size: int, buffer: Region, ok: bool) -> None:
         """D has fetched the piece, or UCX has a copy of it.
@@ -241,22 +232,3 @@ class UcxLink:
 
 def _ignore(header: bytes, data: int, size: int, is_announced: bool) -> None:
     """D has nothing to say on this connection."""
-
-
-def _pieces(copies: Sequence[Copy], block_bytes: int) -> Iterator[_Piece]:
-    """Cut and join copies, in the order of their places in the grant, into pieces as large as allowed."""
-    piece: _Piece | None = None
-    for copy in sorted(copies, key=lambda copy: (copy.index, copy.start)):
-        start, end = copy.start, copy.start + copy.size
-        while start < end:
-            offset = copy.index * block_bytes + start
-            if piece is None or piece.size == PIECE_BYTES or piece.offset + piece.size != offset:
-                if piece is not None:
-                    yield piece
-                piece = _Piece(offset)
-            size = min(end - start, PIECE_BYTES - piece.size)
-            piece.copies.append(Copy(copy.source_block, copy.target_block, copy.index, start, size))
-            piece.size += size
-            start += size
-    if piece is not None:
-        yield piece

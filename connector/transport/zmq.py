@@ -319,10 +319,7 @@ class ZmqReader:
                 connection.is_up = True
 
     def _scatter(self, target: Target, offset: int, data: memoryview) -> None:
-        at = 0
-        for view in target.views(self._pool, offset, len(data)):
-            view[:] = data[at : at + len(view)]
-            at += len(view)
+        target.scatter(self._pool, offset, data)
 
     def _finish(self, grant: GrantId, target: Target, offset: int, size: int) -> None:
         assert self._events is not None

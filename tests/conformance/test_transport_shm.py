@@ -96,17 +96,12 @@ def whole(source, target):
     return Copy(source, target, 0, 0, BLOCK)
 
 
-def num_written(recorder):
-    with recorder.lock:
-        return sum(what[1] for what in recorder.heard if what[0] == "written")
-
-
 # --- what may reach a block
 
 
 def test_copies_queued_before_the_pool_has_come_are_written_and_nothing_else(d, p, link):
     link.write(GRANT, [whole(1, 7), Copy(2, 3, 1, 16, 100), whole(4, 0)])
-    wait_until(lambda: num_written(p.heard) == 2 * BLOCK + 100)
+    wait_until(lambda: p.heard.num_written() == 2 * BLOCK + 100)
     expected = np.zeros_like(d.region)
     expected[7], expected[0] = p.region[1], p.region[4]
     expected[3, 16:116] = p.region[2, 16:116]
@@ -116,7 +111,7 @@ def test_copies_queued_before_the_pool_has_come_are_written_and_nothing_else(d, 
 def test_nothing_to_write_is_nothing(d, p, link):
     link.write(GRANT, [])
     link.write(GRANT, [whole(1, 1)])
-    wait_until(lambda: num_written(p.heard) == BLOCK)
+    wait_until(lambda: p.heard.num_written() == BLOCK)
     assert link.stop(GRANT)
 
 
@@ -422,7 +417,7 @@ def test_a_view_keeps_the_memory_and_its_end_gives_it_back():
 
 def test_d_ends_a_session_and_p_unmaps_the_pool(d, p, link):
     link.write(GRANT, [whole(1, 1)])
-    wait_until(lambda: num_written(p.heard) == BLOCK)
+    wait_until(lambda: p.heard.num_written() == BLOCK)
     d.reader.end_session(NONCE)
     wait_until(lambda: p.heard.has("write_failed", NONCE))
     wait_until(lambda: d.heard.has("fenced", NONCE))
@@ -439,17 +434,17 @@ def test_two_sessions_end_apart(d, p):
     first, second = p.connect(d.address), p.connect(d.address, other)
     for link in (first, second):
         link.write(GRANT, [whole(1, 1)])
-    wait_until(lambda: num_written(p.heard) == 2 * BLOCK)
+    wait_until(lambda: p.heard.num_written() == 2 * BLOCK)
     first.close()
     wait_until(lambda: d.heard.has("fenced", NONCE))
     assert not d.heard.has("fenced", other)
     second.write(GRANT, [whole(2, 2)])
-    wait_until(lambda: num_written(p.heard) == 3 * BLOCK)
+    wait_until(lambda: p.heard.num_written() == 3 * BLOCK)
 
 
 def test_the_loss_of_d_is_a_failed_write_at_once(d, p, link):
     link.write(GRANT, [whole(1, 1)])
-    wait_until(lambda: num_written(p.heard) == BLOCK)
+    wait_until(lambda: p.heard.num_written() == BLOCK)
     d.reader.close()
     wait_until(lambda: p.heard.has("write_failed", NONCE))
 

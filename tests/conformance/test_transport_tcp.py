@@ -379,14 +379,10 @@ def fill(link, grant):
     link.write(grant, [Copy(i, i, i, 0, PIECE_BYTES) for i in range(128)])
 
 
-def num_written(recorder):
-    return sum(size for (size,) in recorder.of("written"))
-
-
 def until_stuck(recorder):
     """Until the kernel takes no more: nothing is written for a while, with the peer not reading."""
     seen, pause = -1, threading.Event()
-    while seen != (now := num_written(recorder)) or not now:
+    while seen != (now := recorder.num_written()) or not now:
         seen = now
         pause.wait(0.05)
     return seen
@@ -408,7 +404,7 @@ def test_a_stop_of_a_writer_that_is_stuck_in_a_frame_needs_no_word_from_the_peer
         assert frame[2].rstrip(b"\0").strip(b"\x01") == b""
     assert frame == (after.grant_nonce, 0, b"\x01" * 1000)
     assert whole * PIECE_BYTES == written
-    wait_until(lambda: num_written(recorder) == written + 1000)
+    wait_until(lambda: recorder.num_written() == written + 1000)
 
 
 def test_a_stuck_writer_is_closed_without_a_word_from_the_peer(by_hand):
@@ -554,7 +550,7 @@ def test_a_writer_inside_a_call_is_not_idle_until_it_has_returned():
         assert not recorder.has("writer_idle", grant)
         let_go.set()
         wait_until(lambda: recorder.has("writer_idle", grant))
-        assert num_written(recorder) == 1000
+        assert recorder.num_written() == 1000
 
 
 def test_a_stop_before_the_first_byte_of_a_frame_leaves_no_trace_of_it():

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from support import ucx_process
 from support.connector import LAYOUT, Pair, needs_ucx, wait_until
-from support.two_sided import Recorder, SlowRegion
+from support.gate import Gate
+from support.recorder import Recorder
 from support.ucx_process import GRANT, NONCE, NUM_BLOCKS, copies
 
 from kvrelay.connector import wire
 from kvrelay.connector.factory import make_receiver, make_sender
 from kvrelay.connector.transport import ucp
 from kvrelay.connector.transport.base import Copy
-from kvrelay.connector.transport.ucx import GREETING, MAX_PIECES, PIECE_BYTES, format_address, parse_address
+from kvrelay.connector.transport.pieces import PIECE_BYTES
+from kvrelay.connector.transport.ucx import GREETING, MAX_PIECES, format_address, parse_address
 from kvrelay.connector.transport.ucx_reader import UcxReader
 from kvrelay.connector.transport.ucx_writer import UcxWriter
 from kvrelay.engine.clock import MonotonicClock
@@ -269,37 +271,39 @@ def test_a_reader_starts_again_on_the_address_it_had(tls):
 
 
 @contextlib.contextmanager
-def writing(source, target):
-    """Four blocks on their way from one region to another, without a connector."""
+def writing(target, *, gate_of):
+    """Four blocks on their way from one region to another, without a connector, and one end held inside a piece."""
     with reading(target, (0, 1, 2, 3)) as d:
         events = Recorder()
-        writer = UcxWriter(source, MonotonicClock())
+        writer = UcxWriter(np.ones_like(target), MonotonicClock())
         link = writer.connect(NONCE, d.address, events)
+        if gate_of == "reader":
+            gate = d.reader._scatter = Gate(d.reader._scatter)
+        else:
+            gate = link._pack = Gate(link._pack)
         link.write(GRANT, [Copy(i, i, i, 0, BLOCK) for i in range(4)])
-        yield d, link, events
+        assert gate.entered.wait(20)
+        yield d, link, events, gate
         writer.close()
 
 
 def test_a_reader_inside_a_piece_is_not_idle_until_it_has_left(tls):
     """A06: the handshake between the thread that gives blocks up and the thread that writes into them."""
-    target = SlowRegion((4, BLOCK), 0)
-    with writing(np.ones((4, BLOCK), np.uint8), target) as (d, _link, _events):
-        assert target.touched.wait(20)
+    with writing(np.zeros((4, BLOCK), np.uint8), gate_of="reader") as (d, _link, _events, gate):
         assert d.reader.stop(GRANT) is False
         assert not d.events.count("reader_idle")
-        target.let_go.set()
+        gate.let_go.set()
         wait_until(lambda: d.events.count("reader_idle", GRANT))
         assert not d.events.count("all_in")
 
 
 def test_a_writer_inside_a_piece_is_not_idle_until_it_has_left(tls):
     """A07."""
-    source, target = SlowRegion((4, BLOCK), 1), np.zeros((4, BLOCK), np.uint8)
-    with writing(source, target) as (_d, link, events):
-        assert source.touched.wait(20)
+    target = np.zeros((4, BLOCK), np.uint8)
+    with writing(target, gate_of="writer") as (_d, link, events, gate):
         assert link.stop(GRANT) is False
         assert not events.count("writer_idle")
-        source.let_go.set()
+        gate.let_go.set()
         wait_until(lambda: events.count("writer_idle", GRANT))
         assert not events.count("written")
     assert not target.any()

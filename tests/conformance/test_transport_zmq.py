@@ -1,13 +1,13 @@
 """The data path over ZMQ: what may reach a block, and when a writer and a reader have left it."""
 
 import contextlib
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import zmq
 from support.connector import LAYOUT, Pair, handover, wait_until
+from support.gate import Gate
 from support.raw_peer import raw_prefill
 from support.recorder import Recorder
 
@@ -218,40 +218,23 @@ def stuck():
     context.term()
 
 
-def num_written(recorder):
-    return sum(size for (size,) in recorder.of("written"))
-
-
 def test_a_writer_whose_peer_does_not_read_holds_a_bounded_number_of_bytes_and_stops_at_once(stuck):
     _writer, link, recorder, grant, _router = stuck
-    wait_until(lambda: num_written(recorder) >= 4 * PIECE_BYTES)
+    wait_until(lambda: recorder.num_written() >= 4 * PIECE_BYTES)
     wait_until(lambda: link._queue._in_hand._grant is None)
-    assert num_written(recorder) < 64 * PIECE_BYTES
+    assert recorder.num_written() < 64 * PIECE_BYTES
     if not link.stop(grant):
         wait_until(lambda: recorder.has("writer_idle", grant))
-    written = num_written(recorder)
+    written = recorder.num_written()
     link.write(GrantId(b"s" * 32, b"h" * 16, KEY), [])
-    assert num_written(recorder) == written
+    assert recorder.num_written() == written
 
 
 def test_the_end_of_the_peer_frees_a_stuck_writer(stuck):
     _writer, _link, recorder, _grant, router = stuck
-    wait_until(lambda: num_written(recorder) >= 4 * PIECE_BYTES)
+    wait_until(lambda: recorder.num_written() >= 4 * PIECE_BYTES)
     router.close(0)
     wait_until(lambda: recorder.has("write_failed"))
-
-
-class Gate:
-    """A step of a thread that goes on only after the test has let go."""
-
-    def __init__(self, step):
-        self.step = step
-        self.entered, self.let_go = threading.Event(), threading.Event()
-
-    def __call__(self, *arguments):
-        self.entered.set()
-        assert self.let_go.wait(20)
-        return self.step(*arguments)
 
 
 @contextlib.contextmanager

@@ -43,3 +43,12 @@ class Recorder:
         """What was heard under this name."""
         with self.lock:
             return [what[1:] for what in self.heard if what[0] == name]
+
+    def count(self, *what):
+        """How often something that begins so was heard."""
+        with self.lock:
+            return sum(heard[: len(what)] == what for heard in self.heard)
+
+    def num_written(self):
+        """In bytes."""
+        return sum(num_bytes for (num_bytes,) in self.of("written"))

@@ -7,11 +7,11 @@ import sys
 import threading
 
 import numpy as np
-from support.two_sided import Recorder
+from support.recorder import Recorder
 
 from kvrelay.connector.messages import GrantId
 from kvrelay.connector.transport.base import Copy
-from kvrelay.connector.transport.ucx import PIECE_BYTES
+from kvrelay.connector.transport.pieces import PIECE_BYTES
 from kvrelay.connector.transport.ucx_reader import UcxReader
 from kvrelay.connector.transport.ucx_writer import UcxWriter
 from kvrelay.engine.clock import MonotonicClock
