@@ -182,8 +182,8 @@ def render_mermaid() -> str:
     """The tables as Mermaid state diagrams, one for P and one for each kind of D."""
     sections = [
         _section("P, the sender", SENDER, S.OFFERED),
-        _section("D, the receiver: two-sided transports (zmq)", receiver_table(one_sided=False), R.NONE),
-        _section("D, the receiver: one-sided transports (inproc)", receiver_table(one_sided=True), R.NONE),
+        _section("D, the receiver: two-sided transports (tcp, zmq, ucx)", receiver_table(one_sided=False), R.NONE),
+        _section("D, the receiver: one-sided transports (shm, inproc)", receiver_table(one_sided=True), R.NONE),
     ]
     return "\n\n".join(sections)
 

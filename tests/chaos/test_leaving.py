@@ -95,6 +95,13 @@ def states(view: View) -> tuple[dict[str, int], dict[str, int]]:
     return dict(view.prefill.transfers.states), dict(view.decode.transfers.states)
 
 
+def is_left_by_d(walk: Walk, view: View, num_leavers: int) -> bool:
+    """Whether D has done what it can while P is frozen, which may still write into shared memory: D waits for its word."""
+    if "shm" in view.decode.transfers.sessions.values():
+        return states(view)[1] == {"REVOKED": num_leavers}
+    return walk.staying.is_all_of_d(view)
+
+
 # --- the moments, in the order of a request's life -------------------------------------------------------------------
 
 
@@ -185,7 +192,7 @@ async def granted_and_no_byte_sent(walk: Walk) -> None:
             await walk.release(landed)
             await walk.see(leavers, lambda view: states(view)[1] == {"GRANTED": len(leavers)})
             await walk.leave(leavers)
-            await walk.back(lambda view: walk.staying.is_all_of_router(view) and walk.staying.is_all_of_d(view))
+            await walk.back(lambda view: walk.staying.is_all_of_router(view) and is_left_by_d(walk, view, len(leavers)))
         await walk.back()
 
 
