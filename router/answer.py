@@ -63,6 +63,21 @@ async def answering(context: Context) -> AsyncIterator[None]:
         _fail(context, grpc.StatusCode.INTERNAL, "internal error; the router's log has it")
 
 
+async def begin_answer(context: Context) -> None:
+    """Send a stream's headers, to be called before its first message, and see that they are out even if the caller is
+    cancelled meanwhile.
+
+    The first write would send them too. But if that is cancelled, gRPC sends them once more with the status, refuses
+    the whole for it, and the client waits for ever (grpcio 1.85). Headers have no flow control: they do not wait.
+    """
+    sending = asyncio.ensure_future(context.send_initial_metadata(()))
+    try:
+        await asyncio.shield(sending)
+    except asyncio.CancelledError:
+        await asyncio.wait([sending])
+        raise
+
+
 @asynccontextmanager
 async def ending_after(timeout_s: float) -> AsyncIterator[None]:
     """Raises: DeadlineExceeded when the time is up."""

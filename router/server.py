@@ -16,7 +16,7 @@ from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.proto import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
 from kvrelay.router import node_wire, wire
-from kvrelay.router.answer import AnswerCalls, Context, ending_after
+from kvrelay.router.answer import AnswerCalls, Context, begin_answer, ending_after
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Dispatcher, DispatchStatistics
 from kvrelay.router.links import Links
@@ -49,7 +49,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 ending_after(service.remaining_s(prepared)),
                 aclosing(service.generate(raw, prepared, on_output=stay.begin)) as outputs,
             ):
+                has_begun = False
                 async for output in outputs:
+                    if not has_begun:  # not before there is something: until then clients may try again elsewhere
+                        await begin_answer(context)
+                        has_begun = True
                     await context.write(wire.write_output(raw.request_id, output))
 
     async def GetModel(  # noqa: N802

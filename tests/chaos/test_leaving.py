@@ -96,7 +96,7 @@ def states(view: View) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def is_left_by_d(walk: Walk, view: View, num_leavers: int) -> bool:
-    """Whether D has done what it can while P is frozen, which may still write into shared memory: D waits for its word."""
+    """Whether D has done what it can while P, which may still write into shared memory, is frozen."""
     if "shm" in view.decode.transfers.sessions.values():
         return states(view)[1] == {"REVOKED": num_leavers}
     return walk.staying.is_all_of_d(view)

@@ -274,13 +274,18 @@ LIVENESS = [
 ]
 
 
-def explore(one_sided, sender, receiver):
-    """All reachable states, each with how it was first reached; and what is broken, as (state, why)."""
+def explore(one_sided, sender, receiver, *, to_the_end=True):
+    """All reachable states, each with how it was first reached; and what is broken, as (state, why).
+
+    Not `to_the_end`: no further than the first state that is not safe.
+    """
     world = World(one_sided, sender, receiver)
     seen, queue, graph = {State(): None}, deque([State()]), {}
     while queue:
         c = queue.popleft()
         world.check(c)
+        if world.broken and not to_the_end:
+            return seen, world.broken
         graph[c] = world.steps(c)
         for label, after, _kind in graph[c]:
             if after not in seen:
