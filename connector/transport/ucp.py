@@ -161,7 +161,7 @@ class Context:
     """
 
     def __init__(self, library: Library, *, is_local: bool) -> None:
-        self.library = library
+        self.libucp = library
         self.handle = c_void_p()
         self.num_workers = 0
         self.is_closed = False
@@ -180,12 +180,12 @@ class Context:
         """After its workers, and with the last of them."""
         self.is_closed = True
         if self.num_workers == 0:
-            self.library.cleanup(self.handle)
+            self.libucp.cleanup(self.handle)
 
     def worker_destroyed(self) -> None:
         self.num_workers -= 1
         if self.is_closed and self.num_workers == 0:
-            self.library.cleanup(self.handle)
+            self.libucp.cleanup(self.handle)
 
 
 class Worker:
@@ -205,7 +205,7 @@ class Worker:
         on_message: Callable[[bytes, int, int, bool], None],
         on_error: Callable[[str], None],
     ) -> None:
-        self._library = context.library
+        self._library = context.libucp
         self._context = context
         self._on_message = on_message
         self._on_error = on_error
