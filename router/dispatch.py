@@ -5,7 +5,7 @@ legs that have not ended. Nothing here waits but for a node's next word.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,9 +15,10 @@ from kvrelay.engine.errors import KvrelayError
 from kvrelay.engine.legs import Delta, Leg, LegReport
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import Request, RequestKey
-from kvrelay.router.api import Handoff, Output, Summary, Usage
+from kvrelay.router.api import Handoff, Output, Summary, Timings, Usage
 from kvrelay.router.detokenizer import make_output_texts
 from kvrelay.router.messages import Cancel, Start, ToNode, TraceContext
+from kvrelay.router.observer import RequestObserver
 from kvrelay.router.policy import Placement, RequestFacts, place
 from kvrelay.router.prefix_index import PromptBlocks
 from kvrelay.router.race import NewTokens, Race
@@ -63,12 +64,27 @@ class _Answer:
         self.texts = make_output_texts(tokenizer, request)
         self.num_open_choices = request.sampling.n
         self.num_tokens = 0
+        self.entry: _Entry | None = None  # of the last attempt
+
+    def timings(self, now: float) -> Timings:
+        """As far as they are known by now."""
+        if self.entry is None:
+            return self.stopwatch.timings(None, None, now)
+        return self.stopwatch.timings(*_reports(self.entry), now)
 
 
 class Dispatcher:
     """Every request that runs through this router. Belongs to the event loop."""
 
-    def __init__(self, registry: Registry, nodes: Nodes, tokenizer: Tokenizer, clock: Clock) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        nodes: Nodes,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        observers: Sequence[RequestObserver] = (),
+    ) -> None:
+        self._observers = tuple(observers)
         self._registry = registry
         self._nodes = nodes
         self._tokenizer = tokenizer
@@ -92,6 +108,9 @@ class Dispatcher:
                     if output.summary is not None:
                         outcome = output.finish_reason or outcome
                         self._num_finished += 1
+                    now = self._clock.now()
+                    for observer in self._observers:
+                        observer.output(request, output, now)
                     yield output
         except KvrelayError as error:
             outcome = error.code
@@ -99,7 +118,11 @@ class Dispatcher:
             raise
         finally:
             self._num_left += outcome == "LEFT"
-            _log_end(request, outcome, answer, self._clock.now())
+            now = self._clock.now()
+            _log_end(request, outcome, answer, now)
+            timings = answer.timings(now)
+            for observer in self._observers:
+                observer.ended(request, outcome, timings, now)
 
     def deliver(self, epoch: str, delta: Delta) -> None:
         """A node's word on one of its legs. What belongs to no open leg of that node came late: it is counted."""
@@ -133,6 +156,7 @@ class Dispatcher:
     async def _run(self, request: Request, trace: TraceContext | None, answer: _Answer) -> AsyncGenerator[Output]:
         """Run attempts until one brings the output home. There is one: a lost leg is the request's end."""
         with self._attempt(request, trace) as entry:
+            answer.entry = entry
             answer.stopwatch.sent(self._clock.now())
             while answer.num_open_choices:
                 await entry.changed.wait()
@@ -160,6 +184,8 @@ class Dispatcher:
         entry = _Entry(placement, Race({node.facts.epoch: leg for node, leg, _ in legs}, request))
         self._entries[request.key] = entry
         try:
+            for observer in self._observers:
+                observer.started(request, placement, trace)
             for node, leg, peer_epoch in legs:
                 to_compute = 0 if leg is Leg.DECODE else placement.num_to_compute
                 self._start(request, trace, node, leg, peer_epoch, to_compute)
@@ -217,17 +243,14 @@ class Dispatcher:
         )
 
     def _summarise(self, request: Request, entry: _Entry, answer: _Answer) -> Summary:
-        reports = entry.race.reports
-        prefill = entry.placement.prefill
-        first = reports.get(Leg.WHOLE if prefill is None else Leg.PREFILL)
-        decode = None if prefill is None else reports.get(Leg.DECODE, LegReport())
+        first, decode = _reports(entry)
         return Summary(
             usage=Usage(
                 prompt_tokens=len(request.prompt_token_ids),
                 completion_tokens=answer.num_tokens,
                 cached_tokens=first.num_cached_tokens if first else 0,
             ),
-            timings=answer.stopwatch.timings(first, decode, self._clock.now()),
+            timings=answer.timings(self._clock.now()),
             handoff=_handoff(entry.placement, decode),
         )
 
@@ -238,6 +261,14 @@ def _legs(placement: Placement) -> tuple[tuple[Node, Leg, str], ...]:
     if prefill is None:
         return ((decode, Leg.WHOLE, ""),)
     return ((prefill, Leg.PREFILL, decode.facts.epoch), (decode, Leg.DECODE, prefill.facts.epoch))
+
+
+def _reports(entry: _Entry) -> tuple[LegReport | None, LegReport | None]:
+    """Of the leg that samples the first token, and of the decode leg: None where that is the same one."""
+    reports = entry.race.reports
+    if entry.placement.prefill is None:
+        return reports.get(Leg.WHOLE), None
+    return reports.get(Leg.PREFILL), reports.get(Leg.DECODE, LegReport())
 
 
 def _handoff(placement: Placement, decode: LegReport | None) -> Handoff | None:

@@ -103,7 +103,7 @@ class RouterServer:
         self._config = config
         self.registry = Registry(config.max_nodes)
         self._links = Links()
-        self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock)
+        self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock, observers=())
         self._service = InferenceService(
             config, info, tokenizer, self.registry, self._dispatcher, epoch=epoch, clock=clock
         )
