@@ -7,6 +7,7 @@ its own pid, with which a role lives and dies.
 import asyncio
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -38,6 +39,16 @@ def announce_ready(**fields: Any) -> None:
         return
     with contextlib.suppress(OSError), os.fdopen(int(fd), "w") as pipe:
         pipe.write(json.dumps(fields) + "\n")
+
+
+def settle_memory() -> None:
+    """To be called once a role serves: what is there now stays, so the garbage collector need not look at it again.
+
+    A walk over the modules of a router takes 30 ms, over a node's several times that, in the middle of a step; and a
+    collector that starts after 700 new objects takes a tenth of a router's time (docs/log.md).
+    """
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 100)
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -167,6 +167,7 @@ class _NodeProcess:
         await asyncio.wait([stopping, *joined], return_when=asyncio.FIRST_COMPLETED)
         for task in joined:
             task.cancel()
+        process.settle_memory()
         if not self._stop.is_set():
             process.announce_ready(
                 role=self._role.name, grpc=identity.grpc_address, connector=identity.connector_address

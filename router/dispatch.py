@@ -5,8 +5,8 @@ legs that have not ended. Nothing here waits but for a node's next word.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -95,23 +95,36 @@ class Dispatcher:
         self._num_left = 0
         self._num_late_deltas = 0
 
-    async def generate(self, request: Request, trace: TraceContext | None = None) -> AsyncGenerator[Output]:
+    async def generate(
+        self,
+        request: Request,
+        trace: TraceContext | None = None,
+        on_output: Callable[[], None] = lambda: None,
+    ) -> AsyncGenerator[Output]:
         """Run a request; the last output has the summary. To be closed (`aclosing`), whatever happens.
 
-        Raises: KvrelayError, Unavailable if a node or a leg was lost.
+        `on_output`: called before each output goes out. Raises: KvrelayError, Unavailable if a node or a leg was lost.
         """
         outcome = "LEFT"
         answer = _Answer(request, self._tokenizer)
         try:
-            async with aclosing(self._run(request, trace, answer)) as outputs:
-                async for output in outputs:
-                    if output.summary is not None:
-                        outcome = output.finish_reason or outcome
-                        self._num_finished += 1
+            with self._attempt(request, trace) as entry:
+                answer.entry = entry
+                answer.stopwatch.sent(self._clock.now())
+                while answer.num_open_choices:
+                    await entry.changed.wait()
+                    entry.changed.clear()
                     now = self._clock.now()
-                    for observer in self._observers:
-                        observer.output(request, output, now)
-                    yield output
+                    for output in self._outputs(request, entry, answer, now):
+                        if output.summary is not None:
+                            outcome = output.finish_reason or outcome
+                            self._num_finished += 1
+                        for observer in self._observers:
+                            observer.output(request, output, now)
+                        on_output()
+                        yield output
+                    if entry.race.error is not None and answer.num_open_choices:
+                        raise entry.race.error
         except KvrelayError as error:
             outcome = error.code
             self._num_failed += 1
@@ -152,19 +165,6 @@ class Dispatcher:
             num_left=self._num_left,
             num_late_deltas=self._num_late_deltas,
         )
-
-    async def _run(self, request: Request, trace: TraceContext | None, answer: _Answer) -> AsyncGenerator[Output]:
-        """Run attempts until one brings the output home. There is one: a lost leg is the request's end."""
-        with self._attempt(request, trace) as entry:
-            answer.entry = entry
-            answer.stopwatch.sent(self._clock.now())
-            while answer.num_open_choices:
-                await entry.changed.wait()
-                entry.changed.clear()
-                for output in self._outputs(request, entry, answer):
-                    yield output
-                if entry.race.error is not None and answer.num_open_choices:
-                    raise entry.race.error
 
     @contextmanager
     def _attempt(self, request: Request, trace: TraceContext | None) -> Iterator[_Entry]:
@@ -213,7 +213,7 @@ class Dispatcher:
         )
         self._nodes.send(node.facts.epoch, start)
 
-    def _outputs(self, request: Request, entry: _Entry, answer: _Answer) -> Iterator[Output]:
+    def _outputs(self, request: Request, entry: _Entry, answer: _Answer, now: float) -> Iterator[Output]:
         """What the legs have said since the last time, as the client gets it."""
         while True:
             first, logprobs = entry.race.take_prompt_logprobs()
@@ -221,12 +221,12 @@ class Dispatcher:
                 break
             yield Output(choice=0, prompt_logprobs=logprobs, first_prompt_index=first)
         for new in entry.race.take():
-            yield self._output(request, entry, answer, new)
+            yield self._output(request, entry, answer, new, now)
 
-    def _output(self, request: Request, entry: _Entry, answer: _Answer, new: NewTokens) -> Output:
+    def _output(self, request: Request, entry: _Entry, answer: _Answer, new: NewTokens, now: float) -> Output:
         piece = answer.texts[new.choice].feed(new.token_ids, new.finish_reason)
         answer.num_tokens += piece.num_tokens
-        answer.stopwatch.tokens_out(new.first_index + piece.num_tokens, self._clock.now())
+        answer.stopwatch.tokens_out(new.first_index + piece.num_tokens, now)
         if piece.finish_reason is not None:
             answer.num_open_choices -= 1
             if entry.race.stop(new.choice) and answer.num_open_choices:
@@ -239,10 +239,10 @@ class Dispatcher:
             first_token_index=new.first_index,
             logprobs=new.logprobs[: piece.num_tokens],
             finish_reason=piece.finish_reason,
-            summary=None if answer.num_open_choices else self._summarise(request, entry, answer),
+            summary=None if answer.num_open_choices else self._summarise(request, entry, answer, now),
         )
 
-    def _summarise(self, request: Request, entry: _Entry, answer: _Answer) -> Summary:
+    def _summarise(self, request: Request, entry: _Entry, answer: _Answer, now: float) -> Summary:
         first, decode = _reports(entry)
         return Summary(
             usage=Usage(
@@ -250,7 +250,7 @@ class Dispatcher:
                 completion_tokens=answer.num_tokens,
                 cached_tokens=first.num_cached_tokens if first else 0,
             ),
-            timings=answer.timings(self._clock.now()),
+            timings=answer.timings(now),
             handoff=_handoff(entry.placement, decode),
         )
 

@@ -34,6 +34,7 @@ async def _serve(config: RouterConfig, info: ModelInfo, cluster_secret: str) -> 
     server = RouterServer(config, info, cluster_secret, MonotonicClock())
     address = f"{config.advertise or config.bind}:{await server.start()}"
     log.info("listening", extra=fields(grpc=address))
+    process.settle_memory()
     process.announce_ready(role="router", grpc=address)
     await stop.wait()
     await server.stop(config.drain_timeout_s)

@@ -85,20 +85,24 @@ def read_delta(message: pb.Delta) -> Delta:
     """As the node said it: whether it fits the request is the race's to judge. Raises: InvalidArgument."""
     if message.finish_reason not in _FINISH_REASONS:
         raise InvalidArgument("finish_reason", message.finish_reason, "unknown")
-    error = message.error
+    logprobs, prompt_logprobs = message.logprobs, message.prompt_logprobs
     return Delta(
         key=RequestKey(message.request_id, message.attempt),
         choice=message.choice,
         first_token_index=message.first_token_index,
         token_ids=tuple(message.token_ids),
-        logprobs=tuple(map(_read_logprobs, message.logprobs)),
-        prompt_logprobs=tuple(map(_read_logprobs, message.prompt_logprobs)),
+        logprobs=tuple(map(_read_logprobs, logprobs)) if logprobs else (),
+        prompt_logprobs=tuple(map(_read_logprobs, prompt_logprobs)) if prompt_logprobs else (),
         first_prompt_index=message.first_prompt_index,
         finish_reason=_FINISH_REASONS[message.finish_reason],
-        error=RemoteError(error.code, error.message, error.retryable) if message.HasField("error") else None,
+        error=_read_error(message.error) if message.HasField("error") else None,
         report=_read_report(message.report) if message.HasField("report") else None,
         ended=message.ended,
     )
+
+
+def _read_error(message: pb.Error) -> RemoteError:
+    return RemoteError(message.code, message.message, message.retryable)
 
 
 def _read_logprobs(message: inference_pb2.Logprobs) -> Logprobs:

@@ -156,6 +156,8 @@ class Race:
         """See that what is still open can bring the output to its end: a leg that decodes, or a prefill leg that has
         not told its token yet (a decode leg that ended first had nothing to do: that token is the last)."""
         legs = self.open_legs.values()
+        if self._prompt_is_known and (Leg.DECODE in legs or Leg.WHOLE in legs):
+            return  # the usual case, once a token
         prefills, decodes, does_both = Leg.PREFILL in legs, Leg.DECODE in legs, Leg.WHOLE in legs
         prompt_can = self._prompt_is_known or prefills or does_both
         choices_can = (

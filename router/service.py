@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import DeadlineExceeded, InvalidArgument
@@ -89,7 +88,7 @@ class InferenceService:
 
         `on_output`: called when there is output, before it goes to the client, or is gathered for it.
         """
-        outputs = _told(self._dispatcher.generate(request, raw.trace), on_output)
+        outputs = self._dispatcher.generate(request, raw.trace, on_output)
         return outputs if raw.stream else whole(outputs)
 
     def remaining_s(self, request: Request) -> float:
@@ -136,11 +135,3 @@ class InferenceService:
             return await self._tokenizer.encode_chat(prompt.messages, at_most=at_most)
         assert prompt.token_ids is not None
         return prompt.token_ids
-
-
-async def _told(outputs: AsyncGenerator[Output], on_output: Callable[[], None]) -> AsyncGenerator[Output]:
-    """The same outputs. Closes `outputs`, and is to be closed."""
-    async with aclosing(outputs):
-        async for output in outputs:
-            on_output()
-            yield output

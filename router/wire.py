@@ -97,10 +97,12 @@ def write_output(request_id: str, output: Output) -> pb.GenerateResponse:
         text=output.text,
         token_ids=output.token_ids,
         first_token_index=output.first_token_index,
-        logprobs=map(_write_logprobs, output.logprobs),
-        prompt_logprobs=map(_write_logprobs, output.prompt_logprobs),
-        first_prompt_index=output.first_prompt_index,
     )
+    if output.logprobs:
+        message.logprobs.extend(map(_write_logprobs, output.logprobs))
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(map(_write_logprobs, output.prompt_logprobs))
+        message.first_prompt_index = output.first_prompt_index
     if output.finish_reason is not None:
         message.finish_reason = output.finish_reason
     if output.summary is not None:
