@@ -17,6 +17,9 @@ Kind = tuple[Way, bool]  # how it leaves, and whether it is streamed
 STAYS: Kind = (Way.CANCEL, True)  # until it is no longer needed
 USUAL_S = 0.4  # in which most moments are reached and seen
 
+# How much longer the clock is set each time that a moment was missed; some last a step or two, and are missed by luck.
+_MULTIPLES = (1, 2, 4, 8) * 4
+
 
 class Neighbours:
     """Requests that stay to their end; then they are checked, and as many new ones come."""
@@ -90,7 +93,8 @@ class Walk:
     async def pass_through(self, moment: Callable[[], Awaitable[None]], after_s: float = USUAL_S) -> None:
         """With the neighbours there and nobody else, and with a clock that is slow enough for this machine."""
         reasons = []
-        for self.after_s in (after_s, 2 * after_s, 4 * after_s, 8 * after_s):
+        for multiple in _MULTIPLES:
+            self.after_s = multiple * after_s
             await self.neighbours.be_there(num_tokens_left=40)
             await self.cluster.until(self.staying.is_all)
             try:
