@@ -188,7 +188,7 @@ def main() -> None:
         asyncio.run(load(options.load, options.streams, options.steps_per_s))
         return
     bodies = kinds(model_store.load_info(MODEL))
-    router = [sys.executable, "-m", "kvrelay.cli", "router", "--model", MODEL, "--port", "0"]
+    router = [sys.executable, "-m", "kvrelay.cli", "router", "--model", MODEL, "--port", "0", "--http-port", "-1"]
     with started(router) as (pid, line):
         address = json.loads(line)["grpc"]
         process = psutil.Process(pid)

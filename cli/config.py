@@ -28,6 +28,8 @@ class UpConfig(EngineConfig):
     """In what KV travels between the nodes; auto: as it is; bfloat16, int8, fp8: fewer bytes, not exact."""
     port: int = 0
     """Port of the router's gRPC; 0: 7070, or any free one where that is taken."""
+    http_port: int = 0
+    """Port of the router's HTTP; 0: 8000, or any free one where that is taken; -1: none."""
     drain_timeout_s: float = 5.0
     """How long requests may still run after Ctrl-C."""
     ready_timeout_s: float = 300.0
@@ -42,6 +44,7 @@ class UpConfig(EngineConfig):
         if self.decode < 1:
             raise ConfigError(f"decode = {self.decode}: must be at least 1")
         check_port("port", self.port)
+        check_port("http_port", self.http_port, or_none=True)
         for name in ("drain_timeout_s", "ready_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")

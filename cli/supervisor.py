@@ -22,6 +22,7 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.errors import ConfigError, KvrelayError, RemoteError, Unavailable
 
 DEFAULT_PORT = 7070
+DEFAULT_HTTP_PORT = 8000
 _HOST = "127.0.0.1"
 POLL_S = 0.05  # while starting only: the router has no event to wait for
 RPC_TIMEOUT_S = 5.0
@@ -40,6 +41,7 @@ class Cluster:
     """What serves now."""
 
     router: str
+    http: str  # empty: there is none
     nodes: tuple[NodeView, ...]
     pids: dict[str, int]  # by name
 
@@ -51,6 +53,7 @@ class Child:
         self.name = name
         self._process = child
         self._announcements = announcements
+        self._announced: dict[str, str] | None = None
         self._log = bytearray()
         self._logging = asyncio.create_task(self._keep_log())
 
@@ -86,11 +89,12 @@ class Child:
 
     async def ready(self) -> dict[str, str]:
         """What the role announced. Waits for ever if the process ends instead: `watch` raises then."""
-        line = await self._announcements.readline()
-        if not line:
-            await asyncio.Event().wait()
-        announced: dict[str, str] = json.loads(line)
-        return announced
+        if self._announced is None:
+            line = await self._announcements.readline()
+            if not line:
+                await asyncio.Event().wait()
+            self._announced = json.loads(line)
+        return self._announced
 
     async def watch(self) -> None:
         """Raises: RoleEnded when the process ends."""
@@ -147,11 +151,14 @@ async def local_cluster(config: UpConfig) -> AsyncIterator[Cluster]:
     """
     children: list[Child] = []
     try:
-        with claim_port(config.port) as port:
+        with (
+            claim_port("port", config.port, DEFAULT_PORT) as port,
+            claim_port("http_port", config.http_port, DEFAULT_HTTP_PORT) as http_port,
+        ):
             async with asyncio.TaskGroup() as group:
                 watchers: list[asyncio.Task[None]] = []
                 yield await _start(
-                    config, port, children, lambda child: watchers.append(group.create_task(child.watch()))
+                    config, (port, http_port), children, lambda child: watchers.append(group.create_task(child.watch()))
                 )
                 for watcher in watchers:
                     watcher.cancel()
@@ -171,7 +178,12 @@ def _most_telling(errors: BaseExceptionGroup[Exception]) -> Exception:
     return error
 
 
-async def _start(config: UpConfig, port: int, children: list[Child], watch: Callable[[Child], None]) -> Cluster:
+async def _start(
+    config: UpConfig, ports: tuple[int, int], children: list[Child], watch: Callable[[Child], None]
+) -> Cluster:
+    """`ports`: of the router's gRPC and HTTP."""
+    port, http_port = ports
+
     async def start(name: str, arguments: Iterable[str]) -> Child:
         child = await Child.start(name, arguments, show_log=config.verbose)
         children.append(child)
@@ -180,16 +192,17 @@ async def _start(config: UpConfig, port: int, children: list[Child], watch: Call
 
     try:
         async with asyncio.timeout(config.ready_timeout_s):
-            router = await start("router", router_arguments(config, port))
+            router = await start("router", router_arguments(config, port, http_port))
             # Where the port is known the nodes start beside the router, and dial until it is there.
             address = f"{_HOST}:{port}" if port else (await router.ready())["grpc"]
             for name, arguments in node_arguments(config, address, len(os.sched_getaffinity(0))):
                 await start(name, arguments)
             nodes = await _wait_until_joined(address, config.prefill, config.decode)
+            http = (await router.ready())["http"]
     except TimeoutError:
         logs = "".join(f"\n{child.name}:{child.last_lines()}" for child in children)
         raise RoleEnded(f"not ready after {config.ready_timeout_s:.0f} s{logs}") from None
-    return Cluster(address, nodes, {child.name: child.pid for child in children})
+    return Cluster(address, http, nodes, {child.name: child.pid for child in children})
 
 
 async def _wait_until_joined(router: str, num_prefill: int, num_decode: int) -> tuple[NodeView, ...]:
@@ -230,9 +243,10 @@ async def _all_of(tasks: list[asyncio.Task[None]]) -> None:
 # --- what the children are told: pure
 
 
-def router_arguments(config: UpConfig, port: int) -> list[str]:
-    """The router's command line."""
-    own = ["--model", config.model, "--port", str(port), "--drain-timeout-s", str(config.drain_timeout_s)]
+def router_arguments(config: UpConfig, port: int, http_port: int) -> list[str]:
+    """The router's command line. API keys are not on it: they are in the environment."""
+    own = ["--model", config.model, "--port", str(port), "--http-port", str(http_port)]
+    own += ["--drain-timeout-s", str(config.drain_timeout_s)]
     return ["router", *own]
 
 
@@ -286,20 +300,20 @@ def all_joined(nodes: Iterable[NodeView], num_prefill: int, num_decode: int) -> 
 
 
 @contextlib.contextmanager
-def claim_port(wanted: int) -> Iterator[int]:
-    """The router's port: `wanted`; for 0, 7070 if it is free, else 0, which lets the router take any.
+def claim_port(name: str, wanted: int, usual: int) -> Iterator[int]:
+    """One of the router's ports: `wanted`; for 0, `usual` if it is free, else 0, which lets the router take any.
 
-    7070 is also claimed by name while this is held, so that of several that start at once only one tries it.
-    Raises: ConfigError if `wanted` is taken.
+    `usual` is also claimed by name while this is held, so that of several that start at once only one tries it.
+    Raises: ConfigError, with the field's `name`, if `wanted` is taken.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
-        if wanted and not _is_free(wanted):
-            raise ConfigError(f"port = {wanted}: already in use")
+        if wanted > 0 and not _is_free(wanted):
+            raise ConfigError(f"{name} = {wanted}: already in use")
         port = wanted
         if not wanted:
             with contextlib.suppress(OSError):
-                claim.bind(f"\0kvrelay-port-{DEFAULT_PORT}")
-                port = DEFAULT_PORT if _is_free(DEFAULT_PORT) else 0
+                claim.bind(f"\0kvrelay-port-{usual}")
+                port = usual if _is_free(usual) else 0
         yield port
 
 

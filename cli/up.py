@@ -27,4 +27,5 @@ def run(config: UpConfig) -> int:
 def ready_line(config: UpConfig, cluster: Cluster) -> str:
     """One line: what is served, and where."""
     nodes = ", ".join(f"{node.name} {node.address}" for node in sorted(cluster.nodes, key=lambda node: node.name))
-    return f"ready: {config.model} at {cluster.router} ({nodes}); Ctrl-C stops"
+    http = f" and http://{cluster.http}" if cluster.http else ""
+    return f"ready: {config.model} at {cluster.router}{http} ({nodes}); Ctrl-C stops"

@@ -29,10 +29,13 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def check_port(name: str, port: int) -> None:
-    """Raises: ConfigError."""
-    if not 0 <= port < 65536:
-        raise ConfigError(f"{name} = {port}: must be in [0, 65535]")
+NO_PORT = -1
+
+
+def check_port(name: str, port: int, *, or_none: bool = False) -> None:
+    """`or_none`: NO_PORT is well, and says that there is none. Raises: ConfigError."""
+    if not 0 <= port < 65536 and not (or_none and port == NO_PORT):
+        raise ConfigError(f"{name} = {port}: must be in [{NO_PORT if or_none else 0}, 65535]")
 
 
 def check_advertise(bind: str, advertise: str) -> None:

@@ -15,6 +15,8 @@ _AT_LEAST_ONE = (
     "max_id_length",
     "max_nodes",
     "max_node_backlog",
+    "max_connections",
+    "max_prompts",
 )
 _NOT_NEGATIVE = (
     "max_model_len",
@@ -29,7 +31,7 @@ _NOT_NEGATIVE = (
     "drain_timeout_s",
 )
 _AT_MOST = (("max_choices", MAX_CHOICES), ("max_logprobs", MAX_LOGPROBS))
-_POSITIVE_S = ("default_timeout_s", "max_timeout_s", "node_lease_s")
+_POSITIVE_S = ("default_timeout_s", "max_timeout_s", "node_lease_s", "http_body_timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,19 @@ class RouterConfig:
     """Address under which others reach this router; empty: the bind address."""
     port: int = 7070
     """Port of the router's gRPC, for clients and nodes; 0: any free one."""
+    http_port: int = 8000
+    """Port of the router's HTTP: OpenAI's API, health; 0: any free one, -1: none."""
+    api_key: tuple[str, ...] = ()
+    """Keys, one of which every client's call must bear; none: no key is asked for. Other users of this machine see
+    flags: KVRELAY_API_KEY in the environment is the better place, with commas between several."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the HTTP API from a browser, such as https://example.org; * for all."""
+    max_connections: int = 4096
+    """Most open HTTP connections; more are answered 503."""
+    max_prompts: int = 128
+    """Most prompts of one HTTP call."""
+    http_body_timeout_s: float = 30.0
+    """How long the body of an HTTP call may take to come."""
     insecure: bool = False
     """Allow a bind beyond loopback without a cluster secret."""
     log_json: bool = False
@@ -110,10 +125,16 @@ class RouterConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")
         if self.default_timeout_s > self.max_timeout_s:
             raise ConfigError(f"default_timeout_s = {self.default_timeout_s}: above max_timeout_s")
-        check_port("port", self.port)
-        check_advertise(self.bind, self.advertise)
+        self._check_edges()
         parse_size(self.max_body_size)
         parse_size(self.max_text_size)
+
+    def _check_edges(self) -> None:
+        check_port("port", self.port)
+        check_port("http_port", self.http_port, or_none=True)
+        if not all(self.api_key):
+            raise ConfigError("api_key: a key must not be empty")
+        check_advertise(self.bind, self.advertise)
 
     @property
     def max_body_bytes(self) -> int:

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvrelay.engine import secret
 from kvrelay.engine.clock import Clock
+from kvrelay.engine.config import NO_PORT
 from kvrelay.engine.errors import ConfigError, Unavailable
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.model_info import ModelInfo
@@ -19,6 +20,8 @@ from kvrelay.router import node_wire, wire
 from kvrelay.router.answer import AnswerCalls, Context, begin_answer, ending_after
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Dispatcher, DispatchStatistics
+from kvrelay.router.http import HttpServer, make_http
+from kvrelay.router.keys import ApiKeys, AskForKey
 from kvrelay.router.links import Links
 from kvrelay.router.nodes import NodesServicer
 from kvrelay.router.registry import Registry
@@ -102,6 +105,7 @@ class RouterServer:
         tokenizer = Tokenizer.load(info)
         self._config = config
         self.registry = Registry(config.max_nodes)
+        self._http: HttpServer | None = None
         self._links = Links()
         self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock, observers=())
         self._service = InferenceService(
@@ -109,7 +113,10 @@ class RouterServer:
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._changed = asyncio.Event()
-        self._server = grpc.aio.server(interceptors=[AnswerCalls()], options=_options(config))
+        keys = ApiKeys.of(config.api_key)
+        self._server = grpc.aio.server(interceptors=[AskForKey(keys), AnswerCalls()], options=_options(config))
+        if config.http_port != NO_PORT:
+            self._http = make_http(self._service, keys)
         nodes = NodesServicer(
             self.registry,
             self._links,
@@ -127,20 +134,21 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(_SERVICES, self._server)
 
-    async def start(self) -> int:
-        """Listen. Returns: the port.
+    async def start(self) -> tuple[int, int]:
+        """Listen. Returns: gRPC's port and HTTP's, which is -1 where there is none.
 
-        Raises: ConfigError if the address cannot be had.
+        Raises: ConfigError if an address cannot be had.
         """
         address = f"{self._config.bind}:{self._config.port}"
         try:
             port = self._server.add_insecure_port(address)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: {error}") from error
+        http_port = NO_PORT if self._http is None else await self._http.start(self._config.bind, self._config.http_port)
         await self._health.set(INFERENCE, _NOT_SERVING)
         await self._server.start()
         self._follower = asyncio.create_task(self._follow_health())
-        return port
+        return port, http_port
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Take nothing new, let what runs end in time, then end every stream."""
@@ -150,6 +158,8 @@ class RouterServer:
             await asyncio.wait_for(self._service.admission.drain(), drain_timeout_s)
         self._dispatcher.close(Unavailable("this router is shutting down"))
         self._links.close(Unavailable("this router is shutting down"))
+        if self._http is not None:
+            await self._http.stop(_STOP_GRACE_S)
         await self._server.stop(_STOP_GRACE_S)
         self._follower.cancel()
         log.info("stopped", extra=fields(**asdict(self.statistics())))

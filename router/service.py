@@ -15,6 +15,7 @@ from kvrelay.router.api import Output, RawPrompt, RawRequest
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.detokenizer import decode
 from kvrelay.router.dispatch import Dispatcher
+from kvrelay.router.pieces import Pieces
 from kvrelay.router.registry import Registry
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import Limits
@@ -46,6 +47,20 @@ class InferenceService:
         self._epoch = epoch
         self._clock = clock
         self._numbers = itertools.count()
+
+    @property
+    def config(self) -> RouterConfig:
+        return self._config
+
+    @property
+    def pieces(self) -> Pieces:
+        """What each token adds to a text."""
+        return self._tokenizer.pieces
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are taken, and there is a decode node to place them on."""
+        return not self.admission.draining and self._registry.num_serving() > 0
 
     def max_model_len(self) -> int:
         """The longest prompt and output together that can be served now."""

@@ -32,7 +32,7 @@ def start(*flags: str, **more: str) -> tuple["subprocess.Popen[str]", int]:
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_router_says_when_it_is_ready_serves_and_ends_well(tmp_path: Path, how: signal.Signals) -> None:
     write_model_folder(tmp_path)
-    router, ready = start("--model", str(tmp_path), "--port", "0", "--log-json")
+    router, ready = start("--model", str(tmp_path), "--port", "0", "--http-port", "0", "--log-json")
     try:
         with os.fdopen(ready) as pipe:
             said = json.loads(pipe.readline())
@@ -72,11 +72,11 @@ def test_a_router_that_cannot_start_says_why_in_one_line(
 
 def test_a_port_that_another_router_has_is_refused(tmp_path: Path) -> None:
     write_model_folder(tmp_path)
-    first, ready = start("--model", str(tmp_path), "--port", "0")
+    first, ready = start("--model", str(tmp_path), "--port", "0", "--http-port", "0")
     try:
         with os.fdopen(ready) as pipe:
             port = json.loads(pipe.readline())["grpc"].rpartition(":")[2]
-        second, other = start("--model", str(tmp_path), "--port", port)
+        second, other = start("--model", str(tmp_path), "--port", port, "--http-port", "0")
         _, log = second.communicate(timeout=30)
         os.close(other)
         assert second.returncode == ExitCode.USAGE

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import psutil
 
 DEADLINE_S = 90.0
-_READY = re.compile(r"ready: \S+ at (\S+) \((.*)\); Ctrl-C stops\n")
+_READY = re.compile(r"ready: \S+ at (\S+)(?: and http://\S+)? \((.*)\); Ctrl-C stops\n")
 
 
 @dataclass

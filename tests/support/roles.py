@@ -68,6 +68,8 @@ class Roles:
 
     def spawn(self, role: str, *flags: str, cluster_secret: str = "") -> Spawned:
         """`kvrelay ROLE FLAGS`; returns at once."""
+        if role == "router" and "--http-port" not in flags:
+            flags = (*flags, "--http-port", "0")
         read_fd, write_fd = os.pipe()
         log = self._log_folder / f"{len(self._spawned)}-{role}.log"
         environment = {**os.environ, "KVRELAY_READY_FD": str(write_fd), "OMP_NUM_THREADS": "1"}

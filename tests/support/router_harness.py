@@ -79,11 +79,14 @@ class Answer:
 class Harness:
     """The router and the ways to it."""
 
-    def __init__(self, server: RouterServer, info: ModelInfo, address: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, server: RouterServer, info: ModelInfo, address: str, channel: grpc.aio.Channel, http_url: str
+    ) -> None:
         self.server = server
         self.info = info
         self.address = address
         self.channel = channel
+        self.http_url = http_url
         self.stub = inference_pb2_grpc.InferenceStub(channel)
         self._stack = contextlib.AsyncExitStack()
 
@@ -124,14 +127,15 @@ class Harness:
 @contextlib.asynccontextmanager
 async def running_router(info: ModelInfo, *, cluster_secret: str = "", **config: Any) -> AsyncIterator[Harness]:
     """Serve until the block ends; asserts that no request is left then, and that nothing surprised the router."""
-    settings = replace(RouterConfig(model=info.name, port=0), **config)
+    settings = replace(RouterConfig(model=info.name, port=0, http_port=0), **config)
     server = RouterServer(settings, info, cluster_secret, MonotonicClock())
-    address = f"127.0.0.1:{await server.start()}"
+    port, http_port = await server.start()
+    address = f"127.0.0.1:{port}"
     surprises = _Surprises()
     logging.getLogger("kvrelay").addHandler(surprises)
     try:
         async with grpc.aio.insecure_channel(address) as channel:
-            harness = Harness(server, info, address, channel)
+            harness = Harness(server, info, address, channel, f"http://127.0.0.1:{http_port}")
             async with harness._stack:
                 yield harness
                 await harness.assert_idle()

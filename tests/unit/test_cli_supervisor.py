@@ -68,9 +68,9 @@ def test_the_engine_s_defaults_are_not_repeated() -> None:
 
 
 def test_the_router_is_told_model_and_port() -> None:
-    command, *flags = router_arguments(UpConfig(model="m"), 7071)
+    command, *flags = router_arguments(UpConfig(model="m"), 7071, 8001)
     assert command == "router"
-    assert tyro.cli(RouterConfig, args=flags) == RouterConfig(model="m", port=7071, drain_timeout_s=5.0)
+    assert tyro.cli(RouterConfig, args=flags) == RouterConfig(model="m", port=7071, http_port=8001, drain_timeout_s=5.0)
 
 
 @pytest.mark.parametrize(
@@ -95,23 +95,26 @@ def test_a_cluster_is_whole_when_every_prefill_node_can_push_to_every_decode_nod
 def test_a_port_that_is_taken_is_refused_when_asked_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port = {port}: already in use"), claim_port(port):
+        with pytest.raises(ConfigError, match=f"port = {port}: already in use"), claim_port("port", port, 7070):
             pass
 
 
 def test_a_free_port_that_was_asked_for_is_given() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with claim_port(port) as claimed:
+    with claim_port("port", port, 7070) as claimed:
         assert claimed == port
 
 
 def test_of_two_that_start_at_once_at_most_one_gets_the_default_port() -> None:
-    with claim_port(0) as first, claim_port(0) as second:
+    with claim_port("port", 0, 7070) as first, claim_port("port", 0, 7070) as second:
         assert first in (0, 7070)
         assert second == 0
 
 
 def test_what_is_ready_is_one_line_with_every_address() -> None:
-    line = ready_line(UpConfig(), Cluster("127.0.0.1:7070", (D, P), {}))
-    assert line == "ready: smollm2 at 127.0.0.1:7070 (decode-0 127.0.0.1:2, prefill-0 127.0.0.1:1); Ctrl-C stops"
+    line = ready_line(UpConfig(), Cluster("127.0.0.1:7070", "127.0.0.1:8000", (D, P), {}))
+    assert line == (
+        "ready: smollm2 at 127.0.0.1:7070 and http://127.0.0.1:8000 "
+        "(decode-0 127.0.0.1:2, prefill-0 127.0.0.1:1); Ctrl-C stops"
+    )

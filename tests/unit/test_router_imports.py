@@ -20,8 +20,8 @@ from pathlib import Path
 
 async def main():
     info = read_model_info(Path(sys.argv[1]), "tiny")
-    server = RouterServer(RouterConfig(model="tiny", port=0), info, "", MonotonicClock())
-    port = await server.start()
+    server = RouterServer(RouterConfig(model="tiny", port=0, http_port=0), info, "", MonotonicClock())
+    port, _ = await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         response = await stub.Tokenize(inference_pb2.TokenizeRequest(text="Where is Rome?"))
