@@ -77,7 +77,7 @@ class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     suffix: str | None = None
 
 
-class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
+class ContentPart(msgspec.Struct):
     """One part of a message; text is all that is taken."""
 
     type: str

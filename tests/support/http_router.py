@@ -81,7 +81,9 @@ async def call(
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(head(method or ("GET" if body is None else "POST"), path, payload, headers, chunked=chunked))
-        writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(payload), payload) if chunked and payload else payload)
+        if chunked and payload:
+            payload = b"%x\r\n%b\r\n" % (len(payload), payload)
+        writer.write(payload + b"0\r\n\r\n" if chunked else payload)
         return await read_reply(reader)
     finally:
         writer.close()
