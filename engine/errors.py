@@ -3,6 +3,7 @@
     KvrelayError
     |- InvalidArgument          the request is wrong, and will be wrong again
     |  |- TooLarge              it can never fit; says the numbers
+    |  |- InvalidPrompt         one of several prompts; says which
     |- NotFound                 no such model
     |- Unauthenticated          the cluster secret was not proved
     |- ConfigError              a flag or its combination is wrong
@@ -48,6 +49,16 @@ class InvalidArgument(KvrelayError):
 
 class TooLarge(InvalidArgument):
     """A request that can never fit in this node's KV pool."""
+
+
+class InvalidPrompt(InvalidArgument):
+    """One of several prompts that can never be served as it is: number `index` (from 0)."""
+
+    def __init__(self, index: int, error: InvalidArgument) -> None:
+        KvrelayError.__init__(self, f"prompts[{index}]: {error.message}")
+        self.index = index
+        self.field = error.field
+        self.limit = error.limit
 
 
 class NotFound(KvrelayError):

@@ -16,6 +16,7 @@ from kvrelay.node.core import NodeCore
 log = get_logger(__name__)
 
 MAX_INBOX = 65_536
+THREAD_NAME = "kvrelay-engine"
 
 
 class EngineThread:
@@ -33,7 +34,7 @@ class EngineThread:
         self._thread: threading.Thread | None = None
 
     def start(self, core: NodeCore) -> None:
-        self._thread = threading.Thread(target=self._run, args=(core,), name="kvrelay-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(core,), name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def post(self, message: Callable[[], None]) -> None:

@@ -53,6 +53,7 @@ ALLOWED = {
     "decode_node": {"decode_node", "node", "connector", "engine"},
     "router": {"router", "light"},
     "cli": {"cli", "light"},
+    "llm": {"llm", "router", "decode_node", "node", "connector", "engine"},  # a router and a node in one process
 }
 # cli starts roles and benchmarks: their configs, and their mains when one runs.
 CONFIGS = {f"kvrelay.{role}.config" for role in ("router", "node", "prefill_node", "decode_node")}
@@ -190,6 +191,12 @@ def test_every_light_module_that_is_named_here_exists_or_is_metrics() -> None:
         ("cli/bench_transfer.py", "from kvrelay.connector import bench"),
         ("cli/bench_transfer.py", "def f():\n    from kvrelay.connector import bench_sides"),
         ("router/dispatch.py", "def f():\n    from kvrelay.engine import bench"),
+        ("llm/llm.py", "import torch"),
+        ("llm/llm.py", "from kvrelay.kernels import dispatch"),
+        ("llm/llm.py", "from kvrelay.proto import inference_pb2"),
+        ("cli/generate.py", "from kvrelay.llm.llm import LLM"),
+        ("router/service.py", "from kvrelay.llm.outputs import RequestOutput"),
+        ("decode_node/node.py", "from kvrelay.llm.colocated import Colocated"),
     ],
 )
 def test_a_forbidden_import_is_seen(file: str, source: str) -> None:
@@ -226,6 +233,8 @@ def test_an_allowed_import_passes(file: str, source: str) -> None:
             "kvrelay.cli.bench_serve, kvrelay.cli.bench_engine, kvrelay.cli.bench_transfer",
             {"torch", "transformers", "numpy"},
         ),
+        ("kvrelay", {"importlib.metadata", "kvrelay.llm.llm", "torch", "numpy"}),
+        ("kvrelay.llm.llm", {"torch", "transformers", "numpy", "grpc", "zmq", "tyro"}),
         ("kvrelay.kernels.dispatch", {"triton"}),
         (", ".join(sorted(LIGHT - {"kvrelay.engine.metrics"})), {"torch", "numpy", "grpc", "zmq", "huggingface_hub"}),
     ],
@@ -234,3 +243,13 @@ def test_importing_a_module_loads_nothing_that_it_has_no_use_for(modules: str, a
     program = f"import sys, {modules}; print(*sorted(set(sys.modules) & {absent!r}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_package_s_front_loads_what_is_asked_of_it_and_names_what_it_has() -> None:
+    import kvrelay
+
+    assert {"LLM", "SamplingParams", "__version__"} <= set(dir(kvrelay))
+    for name in kvrelay.__all__:
+        assert getattr(kvrelay, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
+        kvrelay.LLMs  # noqa: B018

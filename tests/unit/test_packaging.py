@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "kvrelay"
-FOLDERS = {"cli", "connector", "decode_node", "engine", "kernels", "node", "prefill_node", "proto", "router"}
+FOLDERS = {"cli", "connector", "decode_node", "engine", "kernels", "llm", "node", "prefill_node", "proto", "router"}
 
 
 def test_each_folder_is_linked_into_the_package_by_a_relative_link() -> None:
