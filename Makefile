@@ -1,4 +1,4 @@
-# make demo | test | check | proto | clean; everything is installed into .venv, and only when pyproject.toml changes.
+# make demo | test | check | docs | proto | clean; everything is installed into .venv, and only when pyproject.toml changes.
 
 # A Python of 3.11 or later, with venv (Debian: python3-venv).
 PYTHON ?= python3
@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Tests compute in processes that kvrelay did not start: OpenMP's threads must not spin there either (docs/log.md).
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: demo test check proto clean
+.PHONY: demo test check docs proto clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -36,6 +36,9 @@ check: .venv/installed-dev
 	  && for file in "$$fresh"/kvrelay/proto/*; do \
 	       cmp -s "$$file" "proto/$${file##*/}" || { echo "proto/$${file##*/} is stale: run make proto"; exit 1; }; \
 	     done && echo "generated code is fresh"
+
+docs: .venv/installed-dev
+	$(BIN)/python -m kvrelay.cli.reference >docs/configuration.md
 
 proto: .venv/installed-dev
 	$(PROTOC) --python_out=src --pyi_out=src --grpc_python_out=src $(PROTOS)

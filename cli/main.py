@@ -15,7 +15,7 @@ Config = TypeVar("Config")
 
 
 class ExitCode(IntEnum):
-    """What the process's exit code says; README.md has the same table."""
+    """What the process's exit code says; docs/operating.md has the same table."""
 
     OK = 0
     FAILED = 1
