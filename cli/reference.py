@@ -26,6 +26,7 @@ shows the same. Switches have a counterpart that turns them off: `--no-prefix-ca
 | variable | what |
 |---|---|
 | `KVRELAY_CLUSTER_SECRET` | the same for every role; a flag would show it to every user of the machine |
+| `KVRELAY_API_KEY` | keys for the HTTP API and gRPC's clients, with commas between several; as `--api-key` |
 | `XDG_CACHE_HOME` | kvrelay's models and compiled kernels lie in its `kvrelay` folder; `~/.cache` where it is not set |
 | `HF_HUB_OFFLINE` | 1: a model hub is never asked |
 | `CXX` | the C++ compiler for the kernels; `g++` where it is not set |

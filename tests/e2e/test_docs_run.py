@@ -4,7 +4,6 @@ A block is run as it stands, with the addresses of the test in place of the usua
 `support.documents.EXCEPTIONS` with its reason, and is checked as far as it can be.
 """
 
-import dataclasses
 import os
 import socket
 import subprocess
@@ -20,12 +19,10 @@ from support.roles import Client
 
 from kvrelay import LLM, SamplingParams
 from kvrelay.proto import inference_pb2 as pb
-from kvrelay.router.config import RouterConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 GRPC, HTTP = "127.0.0.1:7070", "127.0.0.1:8000"
-HAS_HTTP = any(field.name == "http_port" for field in dataclasses.fields(RouterConfig))
 DEADLINE_S = 90.0
 SHIM = """\
 #!{python}
@@ -73,8 +70,7 @@ class Reader:
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         http_port = str(free.getsockname()[1])
-    http = ["--http-port", http_port] if HAS_HTTP else []
-    with up("--model", "smollm2", "--kv-cache-size", "128MiB", *http) as running:
+    with up("--model", "smollm2", "--kv-cache-size", "128MiB", "--http-port", http_port) as running:
         reader = Reader(running, f"127.0.0.1:{http_port}", tmp_path_factory.mktemp("bin"))
         usual = defaults_with(GRPC)
         for name, flags in defaults_with(HTTP).items():
@@ -88,11 +84,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 def cases(language: str) -> list[object]:
     return [pytest.param(block, id=block.name) for block in blocks(language)]
-
-
-def skip_without_http(text: str) -> None:
-    if HTTP in text and not HAS_HTTP:
-        pytest.skip("this router has no HTTP")
 
 
 def check_prints(block: Block, output: str) -> None:
@@ -111,13 +102,11 @@ def test_the_commands_of_a_document_work(block: Block, reader: Reader) -> None:
         else:
             excepted.check()
     with named(block):
-        skip_without_http("\n".join(kept))
         check_prints(block, reader.bash("\n".join(kept)) if kept else "")
 
 
 @pytest.mark.parametrize("block", cases("console"))
 def test_commands_print_what_a_document_says(block: Block, reader: Reader) -> None:
-    skip_without_http(block.text)
     with named(block):
         assert steps(block.text)
         for step in steps(block.text):
@@ -127,7 +116,6 @@ def test_commands_print_what_a_document_says(block: Block, reader: Reader) -> No
 
 @pytest.mark.parametrize("block", cases("python"))
 def test_the_programs_of_a_document_work(block: Block, reader: Reader) -> None:
-    skip_without_http(block.text)
     with named(block):
         check_prints(block, reader.run(sys.executable, "-W", "error", "-", text=reader.here(block.text)))
 
