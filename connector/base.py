@@ -13,10 +13,11 @@ The rules of a transfer's life are the tables in `handoff.py`. What this file fi
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import Protocol
 
+from kvrelay.connector.traffic import Traffic
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.request import OutputToken, RequestKey
 
@@ -216,6 +217,7 @@ class ConnectorStatistics:
     num_bytes: int = 0
     num_quarantined_blocks: int = 0
     num_dropped: int = 0  # messages and pieces that were malformed or not meant
+    transports: dict[str, Traffic] = field(default_factory=dict)  # those that have moved anything
 
 
 class KVSender(Protocol):

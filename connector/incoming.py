@@ -29,6 +29,7 @@ from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import Ack, GrantId, GrantMessage, OfferMessage, RefuseMessage, Revoke
 from kvrelay.connector.plan import plan_block_ids
 from kvrelay.connector.session import Say, Session
+from kvrelay.connector.traffic import TrafficCount
 from kvrelay.connector.transport.base import Reader
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.request import RequestKey
@@ -94,6 +95,7 @@ class IncomingTransfers:
         self.num_landed = 0
         self.num_failed = 0
         self.num_bytes = 0
+        self.traffic = TrafficCount()
         self._loop = loop
         self._clock = clock
         self._events = events
@@ -223,6 +225,7 @@ class IncomingTransfers:
         num_bytes = transfer.num_blocks * transfer.peer.session.transit.block_bytes
         self.num_landed += 1
         self.num_bytes += num_bytes
+        self.traffic.add(transfer.peer.session.endpoint.name, num_landed=1, num_bytes=num_bytes)
         self._events.put(
             Landed(
                 key=transfer.key,

@@ -18,6 +18,7 @@ from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import CommitMessage, EndMessage, GrantId, OfferMessage
 from kvrelay.connector.plan import PushPlan, RecastPlan
 from kvrelay.connector.session import Say, Session
+from kvrelay.connector.traffic import TrafficCount
 from kvrelay.connector.transport.base import Link
 from kvrelay.engine.request import RequestKey
 
@@ -74,6 +75,7 @@ class OutgoingTransfers:
         self.num_delivered = 0
         self.num_failed = 0
         self.num_bytes = 0
+        self.traffic = TrafficCount()
         self._loop = loop
         self._events = events
         self._lock = lock
@@ -147,6 +149,7 @@ class OutgoingTransfers:
                 transfer.say(EndMessage(transfer.end_reason), transfer.key)
             case A.REPORT_DELIVERED:
                 self.num_delivered += 1
+                self.traffic.add(transfer.session.endpoint.name, num_landed=1)
                 self._events.put(Delivered(transfer.key))
             case A.REPORT_FAILED:
                 self.num_failed += 1

@@ -180,6 +180,7 @@ class Receiver:
                 num_bytes=self._transfers.num_bytes,
                 num_quarantined_blocks=self._transfers.num_quarantined_blocks(),
                 num_dropped=self._acceptor.num_malformed + sum(r.num_dropped for r in self._readers.values()),
+                transports=self._transfers.traffic.snapshot(),
             )
 
     def wake(self) -> None:

@@ -169,6 +169,7 @@ class Sender:
                 num_failed=self._transfers.num_failed,
                 num_bytes=self._transfers.num_bytes,
                 num_dropped=sum(peer.dialer.num_malformed for peer in self._peers.values()),
+                transports=self._transfers.traffic.snapshot(),
             )
 
     def wake(self) -> None:
@@ -359,6 +360,7 @@ class Sender:
             transfer = self._transfers.get(grant.key)
             if transfer is not None and transfer.grant == grant:
                 transfer.num_written += num_bytes
+                self._transfers.traffic.add(transfer.session.endpoint.name, num_bytes=num_bytes)
                 self._transfers.write_due(transfer)
 
     def _on_writer_idle(self, grant: GrantId) -> None:

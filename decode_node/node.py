@@ -139,19 +139,20 @@ class DecodeNode(NodeCore):
                 self._give_back(leg)
             raise
 
-    def cancel(self, key: RequestKey, choice: int | None = None) -> None:
+    def _cancel(self, key: RequestKey, choice: int | None) -> bool:
         leg = self._legs.get(key)
         if leg is None or leg.stage is Stage.OVER:
-            return
+            return False
         if choice is not None and self._cancel_choice(leg, choice):
-            return
+            return True
         if leg.stage is Stage.LOCAL:
             self._end_local(leg)
-            return
+            return True
         outcome = self._receiver.cancel(key)
         self._take_off(leg)
         if outcome is CancelOutcome.FREED:
             self._give_back(leg)
+        return True
 
     def _cancel_choice(self, leg: DecodeLeg, choice: int) -> bool:
         """Drop one choice. Returns: whether others are left."""

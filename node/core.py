@@ -13,6 +13,7 @@ from kvrelay.engine.engine import Engine, RowOutput, StepOutcome
 from kvrelay.engine.errors import Internal, KvrelayError, ResourceExhausted
 from kvrelay.engine.legs import CacheChange, Delta, Load, Peer
 from kvrelay.engine.log import fields, get_logger
+from kvrelay.engine.metrics import BATCH_SIZES, STEP_SECONDS, Histogram
 from kvrelay.engine.request import RequestKey, Sequence
 from kvrelay.node.found_blocks import take_change
 from kvrelay.node.report import Snapshot, Start
@@ -38,12 +39,20 @@ class NodeCore(ABC):
         self._num_lately = 0.0  # tokens computed in the last steps, the older ones counting less, and in what time
         self._lately_s = 0.0
         self._last: Snapshot | None = None
+        self._step_seconds = Histogram(STEP_SECONDS)
+        self._batch_sizes = Histogram(BATCH_SIZES)
+        self._num_tokens = 0
+        self._num_sampled = 0
+        self._num_starts = 0
+        self._num_cancels = 0
+        self._num_errors = 0
 
     # --- messages, each served between two steps
 
     def start(self, start: Start) -> None:
         """Begin a leg; whatever is wrong with it ends this leg and no other."""
         key = start.request.key
+        self._num_starts += 1
         try:
             if self._num_live() >= MAX_LEGS:
                 raise ResourceExhausted(f"{MAX_LEGS} requests wait or run on this node already")
@@ -54,9 +63,9 @@ class NodeCore(ABC):
             log.exception("start_failed", extra=fields(request_id=key.request_id, attempt=key.attempt))
             self._say(Delta(key=key, error=Internal(f"start failed: {error}"), ended=True))
 
-    @abstractmethod
     def cancel(self, key: RequestKey, choice: int | None = None) -> None:
         """Nobody wants this leg, or this choice of it, any more. Unknown ones are ignored; nothing is said back."""
+        self._num_cancels += self._cancel(key, choice)
 
     @abstractmethod
     def set_peers(self, peers: Iterable[Peer]) -> None:
@@ -86,6 +95,10 @@ class NodeCore(ABC):
 
     @abstractmethod
     def _start(self, start: Start) -> None: ...
+
+    @abstractmethod
+    def _cancel(self, key: RequestKey, choice: int | None) -> bool:
+        """Returns: whether there was anything to cancel."""
 
     @abstractmethod
     def _serve_events(self) -> None: ...
@@ -119,6 +132,7 @@ class NodeCore(ABC):
     # --- shared
 
     def _say(self, delta: Delta) -> None:
+        self._num_errors += delta.error is not None
         self._deltas.append(delta)
 
     def _say_prompt_logprobs(self, row: RowOutput) -> None:
@@ -132,10 +146,18 @@ class NodeCore(ABC):
             )
 
     def _measure(self, outcome: StepOutcome) -> None:
-        """Tokens over time, not a mean of rates: a prompt's short last chunk must not make a node look slow. Only time
-        in steps counts, so that it says how fast the node is, however long it has had nothing to do."""
+        """Count a step, and how fast it was: tokens over time, not a mean of rates, as a prompt's short last chunk may
+        not make a node look slow. Only time in steps counts, so it says how fast the node is, however long it has
+        had nothing to do."""
+        if not outcome.outputs:
+            return
+        num_tokens = outcome.num_tokens
+        self._num_tokens += num_tokens
+        self._num_sampled += sum(len(row.tokens) for row in outcome.outputs)
+        self._step_seconds.observe(outcome.duration_s)
+        self._batch_sizes.observe(len(outcome.outputs))
         if outcome.duration_s > 0:
-            self._num_lately = _RATE_MEMORY * self._num_lately + outcome.num_tokens
+            self._num_lately = _RATE_MEMORY * self._num_lately + num_tokens
             self._lately_s = _RATE_MEMORY * self._lately_s + outcome.duration_s
 
     def _flush(self) -> None:
@@ -172,4 +194,13 @@ class NodeCore(ABC):
             num_prefix_queries=statistics.num_prefix_queries,
             num_prefix_hits=statistics.num_prefix_hits,
             swap=statistics.swap,
+            num_remote=statistics.num_remote,
+            num_expected=statistics.num_expected,
+            num_tokens=self._num_tokens,
+            num_sampled=self._num_sampled,
+            num_starts=self._num_starts,
+            num_cancels=self._num_cancels,
+            num_errors=self._num_errors,
+            step_seconds=self._step_seconds.snapshot(),
+            batch_sizes=self._batch_sizes.snapshot(),
         )

@@ -17,6 +17,7 @@ from kvrelay.engine.errors import KvrelayError, Unauthenticated, Unavailable
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.legs import CacheChange, Delta, Peer
 from kvrelay.engine.log import fields, get_logger
+from kvrelay.engine.metrics import process_statistics
 from kvrelay.engine.request import RequestKey
 from kvrelay.node import wire
 from kvrelay.node.report import Snapshot, Start
@@ -51,6 +52,8 @@ class NodeIdentity:
     model: str
     model_fingerprint: str
     quantization: str
+    device: str
+    kernels: str
     vocab_size: int
     kv_layout: KVLayout
     max_model_len: int
@@ -75,7 +78,11 @@ class LinkEvents(Protocol):
 
     def now(self) -> float: ...
 
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> Snapshot:
+        """As of the last step."""
+
+    def statistics(self) -> Snapshot:
+        """The same, with what goes on without steps as it is now."""
 
     def whole_cache(self) -> CacheChange:
         """All that the prefix cache holds, as a change from nothing."""
@@ -188,6 +195,8 @@ class RouterLink:
                 model=mine.model,
                 model_fingerprint=mine.model_fingerprint,
                 quantization=mine.quantization,
+                device=mine.device,
+                kernels=mine.kernels,
                 kv_layout=wire.write_layout(mine.kv_layout),
                 max_model_len=mine.max_model_len,
                 grpc_address=mine.grpc_address,
@@ -203,6 +212,7 @@ class RouterLink:
         self._overflowed.clear()
         self.registered.set()
         self.send_step((), self._events.snapshot(), self._events.whole_cache())
+        self._send_statistics()
         log.info("router_joined", extra=fields(router=self.address, router_epoch=challenge.router_epoch))
 
     async def _converse(self, stream: Stream) -> None:
@@ -239,7 +249,12 @@ class RouterLink:
     async def _keep_lease(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._send(node_pb2.NodeMessage(load=wire.write_load(self._events.snapshot().load)))
+            self._send_statistics()
+
+    def _send_statistics(self) -> None:
+        mine = self._identity
+        stats = wire.write_stats(mine.role, mine.epoch, mine.name, self._events.statistics(), process_statistics())
+        self._send(node_pb2.NodeMessage(stats=stats))
 
     async def _watch_overflow(self) -> None:
         await self._overflowed.wait()

@@ -105,7 +105,7 @@ class _NodeProcess:
         self._core, connector_address = self._build(info, runner, cluster_secret)
         self._snapshot = self._core.snapshot()
         self._engine.start(self._core)
-        server = NodeServer(self._role.name, self._epoch, self._name, self._statistics)
+        server = NodeServer(self._role.name, self._epoch, self._name, self.statistics)
         running: list[asyncio.Task[None]] = []
         try:
             grpc_port = await server.start(self._config.bind, self._config.port)
@@ -151,6 +151,8 @@ class _NodeProcess:
             model=info.name,
             model_fingerprint=info.fingerprint,
             quantization=config.quantization,
+            device=config.device,
+            kernels=runner.kernels_name,
             vocab_size=info.vocab_size,
             kv_layout=runner.layout,
             max_model_len=min(runner.max_model_len, runner.num_blocks * runner.layout.block_size),
@@ -241,8 +243,8 @@ class _NodeProcess:
     def whole_cache(self) -> CacheChange:
         return self._found_blocks.whole()
 
-    def _statistics(self) -> Snapshot:
-        """The last report, with the transfers as they are now: they go on while the engine idles."""
+    def statistics(self) -> Snapshot:
+        """Transfers go on while the engine idles."""
         return replace(self._snapshot, transfers=self._core.transfer_statistics())
 
     def _post_quietly(self, message: Callable[[], None]) -> None:

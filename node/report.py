@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.block_pool import BlockCounts
 from kvrelay.engine.legs import Leg, Load
+from kvrelay.engine.metrics import BATCH_SIZES, STEP_SECONDS, HistogramSnapshot, empty_histogram
 from kvrelay.engine.request import Request
 from kvrelay.engine.swap_space import SwapStatistics
 
@@ -32,3 +33,12 @@ class Snapshot:
     num_prefix_queries: int = 0
     num_prefix_hits: int = 0
     swap: SwapStatistics = field(default_factory=SwapStatistics)
+    num_remote: int = 0  # granted, their KV on its way
+    num_expected: int = 0  # called for, and not offered yet
+    num_tokens: int = 0  # computed
+    num_sampled: int = 0
+    num_starts: int = 0  # legs asked for
+    num_cancels: int = 0  # of legs, or of choices, that were there
+    num_errors: int = 0  # legs that an error ended
+    step_seconds: HistogramSnapshot = field(default_factory=lambda: empty_histogram(STEP_SECONDS))
+    batch_sizes: HistogramSnapshot = field(default_factory=lambda: empty_histogram(BATCH_SIZES))

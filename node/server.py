@@ -7,6 +7,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.engine.errors import ConfigError
+from kvrelay.engine.metrics import process_statistics
 from kvrelay.node import wire
 from kvrelay.node.report import Snapshot
 from kvrelay.proto import node_pb2, node_pb2_grpc
@@ -33,7 +34,7 @@ class NodeServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         node_pb2_grpc.add_NodeServicer_to_server(
-            _NodeService(lambda: wire.write_stats(role, epoch, name, snapshot())), self._server
+            _NodeService(lambda: wire.write_stats(role, epoch, name, snapshot(), process_statistics())), self._server
         )
         reflection.enable_server_reflection((_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, CacheChange, Delta, HandoffReport, Leg, LegReport, Load, Peer
+from kvrelay.engine.metrics import HistogramSnapshot, ProcessStatistics
 from kvrelay.engine.request import Logprobs, Request, RequestKey, SamplingParams
 from kvrelay.node.report import Snapshot, Start
 from kvrelay.proto import inference_pb2, node_pb2
@@ -148,7 +149,7 @@ def write_layout(layout: KVLayout) -> node_pb2.KVLayout:
     )
 
 
-def write_stats(role: str, epoch: str, name: str, snapshot: Snapshot) -> node_pb2.NodeStats:
+def write_stats(role: str, epoch: str, name: str, snapshot: Snapshot, process: ProcessStatistics) -> node_pb2.NodeStats:
     blocks, transfers, swap = snapshot.blocks, snapshot.transfers, snapshot.swap
     return node_pb2.NodeStats(
         role=ROLES[role],
@@ -167,6 +168,11 @@ def write_stats(role: str, epoch: str, name: str, snapshot: Snapshot) -> node_pb
             num_failed=transfers.num_failed,
             num_bytes=transfers.num_bytes,
             sessions=transfers.sessions,
+            transports={
+                name: node_pb2.TransportStats(num_landed=traffic.num_landed, num_bytes=traffic.num_bytes)
+                for name, traffic in transfers.transports.items()
+            },
+            num_dropped=transfers.num_dropped,
         ),
         load=write_load(snapshot.load),
         num_steps=snapshot.num_steps,
@@ -180,7 +186,28 @@ def write_stats(role: str, epoch: str, name: str, snapshot: Snapshot) -> node_pb
             num_swapped_out=swap.num_swapped_out,
             num_swapped_in=swap.num_swapped_in,
         ),
+        num_tokens=snapshot.num_tokens,
+        num_sampled=snapshot.num_sampled,
+        step_seconds=_write_histogram(snapshot.step_seconds),
+        batch_sizes=_write_histogram(snapshot.batch_sizes),
+        num_starts=snapshot.num_starts,
+        num_cancels=snapshot.num_cancels,
+        num_errors=snapshot.num_errors,
+        num_remote=snapshot.num_remote,
+        num_expected=snapshot.num_expected,
+        is_healthy=snapshot.is_healthy,
+        process=node_pb2.ProcessStats(
+            cpu_s=process.cpu_s,
+            resident_bytes=process.resident_bytes,
+            num_fds=process.num_fds,
+            num_threads=process.num_threads,
+            uptime_s=process.uptime_s,
+        ),
     )
+
+
+def _write_histogram(histogram: HistogramSnapshot) -> node_pb2.Histogram:
+    return node_pb2.Histogram(counts=histogram.counts, sum=histogram.sum)
 
 
 def _write_change(change: CacheChange) -> Iterator[node_pb2.CacheChange]:

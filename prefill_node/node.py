@@ -74,10 +74,12 @@ class PrefillNode(NodeCore):
         self.engine.scheduler.add(leg.sequence)
         self._legs[key] = leg
 
-    def cancel(self, key: RequestKey, choice: int | None = None) -> None:
+    def _cancel(self, key: RequestKey, choice: int | None) -> bool:
         leg = self._legs.get(key)
-        if leg is not None and choice is None:  # what one choice leaves out is the decode node's
-            self._abandon(leg, EndReason.CANCELLED)
+        if leg is None or choice is not None:  # what one choice leaves out is the decode node's
+            return False
+        self._abandon(leg, EndReason.CANCELLED)
+        return True
 
     def set_peers(self, peers: Iterable[Peer]) -> None:
         wanted = {peer.epoch: peer for peer in peers}

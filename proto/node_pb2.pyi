@@ -130,19 +130,21 @@ class Drain(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("register", "step", "load", "draining")
+    __slots__ = ("register", "step", "load", "draining", "stats")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
     register: Register
     step: Step
     load: Load
     draining: Draining
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+    stats: NodeStats
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stats: _Optional[_Union[NodeStats, _Mapping]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("role", "epoch", "name", "nonce", "proof", "version", "model", "model_fingerprint", "kv_layout", "max_model_len", "grpc_address", "connector_address", "num_blocks", "max_num_seqs", "quantization")
+    __slots__ = ("role", "epoch", "name", "nonce", "proof", "version", "model", "model_fingerprint", "kv_layout", "max_model_len", "grpc_address", "connector_address", "num_blocks", "max_num_seqs", "quantization", "device", "kernels")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +160,8 @@ class Register(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     role: Role
     epoch: str
     name: str
@@ -173,7 +177,9 @@ class Register(_message.Message):
     num_blocks: int
     max_num_seqs: int
     quantization: str
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layout: _Optional[_Union[KVLayout, _Mapping]] = ..., max_model_len: _Optional[int] = ..., grpc_address: _Optional[str] = ..., connector_address: _Optional[str] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
+    device: str
+    kernels: str
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_layout: _Optional[_Union[KVLayout, _Mapping]] = ..., max_model_len: _Optional[int] = ..., grpc_address: _Optional[str] = ..., connector_address: _Optional[str] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., quantization: _Optional[str] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_free_blocks", "num_running", "num_waiting", "num_waiting_tokens", "tokens_per_s", "sessions", "num_wanted_blocks")
@@ -286,7 +292,7 @@ class BlockStats(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., owned: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class TransferStats(_message.Message):
-    __slots__ = ("states", "num_landed", "num_failed", "num_bytes", "sessions")
+    __slots__ = ("states", "num_landed", "num_failed", "num_bytes", "sessions", "transports", "num_dropped")
     class StatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -301,17 +307,58 @@ class TransferStats(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class TransportsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: TransportStats
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[TransportStats, _Mapping]] = ...) -> None: ...
     STATES_FIELD_NUMBER: _ClassVar[int]
     NUM_LANDED_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DROPPED_FIELD_NUMBER: _ClassVar[int]
     states: _containers.ScalarMap[str, int]
     num_landed: int
     num_failed: int
     num_bytes: int
     sessions: _containers.ScalarMap[str, str]
-    def __init__(self, states: _Optional[_Mapping[str, int]] = ..., num_landed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_bytes: _Optional[int] = ..., sessions: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    transports: _containers.MessageMap[str, TransportStats]
+    num_dropped: int
+    def __init__(self, states: _Optional[_Mapping[str, int]] = ..., num_landed: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_bytes: _Optional[int] = ..., sessions: _Optional[_Mapping[str, str]] = ..., transports: _Optional[_Mapping[str, TransportStats]] = ..., num_dropped: _Optional[int] = ...) -> None: ...
+
+class TransportStats(_message.Message):
+    __slots__ = ("num_landed", "num_bytes")
+    NUM_LANDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_landed: int
+    num_bytes: int
+    def __init__(self, num_landed: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("counts", "sum")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
+class ProcessStats(_message.Message):
+    __slots__ = ("cpu_s", "resident_bytes", "num_fds", "num_threads", "uptime_s")
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_THREADS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    cpu_s: float
+    resident_bytes: int
+    num_fds: int
+    num_threads: int
+    uptime_s: float
+    def __init__(self, cpu_s: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., num_fds: _Optional[int] = ..., num_threads: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class SwapStats(_message.Message):
     __slots__ = ("num_host_blocks", "num_free_host_blocks", "num_swapped", "num_swapped_out", "num_swapped_in")
@@ -328,7 +375,7 @@ class SwapStats(_message.Message):
     def __init__(self, num_host_blocks: _Optional[int] = ..., num_free_host_blocks: _Optional[int] = ..., num_swapped: _Optional[int] = ..., num_swapped_out: _Optional[int] = ..., num_swapped_in: _Optional[int] = ...) -> None: ...
 
 class NodeStats(_message.Message):
-    __slots__ = ("role", "epoch", "name", "blocks", "transfers", "load", "num_steps", "num_preemptions", "num_prefix_queries", "num_prefix_hits", "swap")
+    __slots__ = ("role", "epoch", "name", "blocks", "transfers", "load", "num_steps", "num_preemptions", "num_prefix_queries", "num_prefix_hits", "swap", "num_tokens", "num_sampled", "step_seconds", "batch_sizes", "num_starts", "num_cancels", "num_errors", "num_remote", "num_expected", "is_healthy", "process")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +387,17 @@ class NodeStats(_message.Message):
     NUM_PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     SWAP_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
+    NUM_STARTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANCELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REMOTE_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    IS_HEALTHY_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     role: Role
     epoch: str
     name: str
@@ -351,34 +409,113 @@ class NodeStats(_message.Message):
     num_prefix_queries: int
     num_prefix_hits: int
     swap: SwapStats
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., swap: _Optional[_Union[SwapStats, _Mapping]] = ...) -> None: ...
+    num_tokens: int
+    num_sampled: int
+    step_seconds: Histogram
+    batch_sizes: Histogram
+    num_starts: int
+    num_cancels: int
+    num_errors: int
+    num_remote: int
+    num_expected: int
+    is_healthy: bool
+    process: ProcessStats
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., transfers: _Optional[_Union[TransferStats, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_queries: _Optional[int] = ..., num_prefix_hits: _Optional[int] = ..., swap: _Optional[_Union[SwapStats, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_sampled: _Optional[int] = ..., step_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., batch_sizes: _Optional[_Union[Histogram, _Mapping]] = ..., num_starts: _Optional[int] = ..., num_cancels: _Optional[int] = ..., num_errors: _Optional[int] = ..., num_remote: _Optional[int] = ..., num_expected: _Optional[int] = ..., is_healthy: _Optional[bool] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ...) -> None: ...
 
 class GetClusterRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ClusterState(_message.Message):
-    __slots__ = ("model", "nodes", "num_requests")
+    __slots__ = ("model", "nodes", "num_requests", "router")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
     model: str
     nodes: _containers.RepeatedCompositeFieldContainer[ClusterNode]
     num_requests: int
-    def __init__(self, model: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ..., num_requests: _Optional[int] = ...) -> None: ...
+    router: RouterStats
+    def __init__(self, model: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[ClusterNode, _Mapping]]] = ..., num_requests: _Optional[int] = ..., router: _Optional[_Union[RouterStats, _Mapping]] = ...) -> None: ...
+
+class Quantiles(_message.Message):
+    __slots__ = ("count", "p50", "p90", "p95", "p99")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P90_FIELD_NUMBER: _ClassVar[int]
+    P95_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    def __init__(self, count: _Optional[int] = ..., p50: _Optional[float] = ..., p90: _Optional[float] = ..., p95: _Optional[float] = ..., p99: _Optional[float] = ...) -> None: ...
+
+class RouterStats(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "num_refused", "num_finished", "num_failed", "num_left", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_kv_bytes", "window_s", "tokens_per_s", "ttft_ms", "itl_ms", "process")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    ITL_MS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    num_refused: int
+    num_finished: int
+    num_failed: int
+    num_left: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_kv_bytes: int
+    window_s: float
+    tokens_per_s: float
+    ttft_ms: Quantiles
+    itl_ms: Quantiles
+    process: ProcessStats
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_refused: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_left: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_kv_bytes: _Optional[int] = ..., window_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., ttft_ms: _Optional[_Union[Quantiles, _Mapping]] = ..., itl_ms: _Optional[_Union[Quantiles, _Mapping]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ...) -> None: ...
 
 class ClusterNode(_message.Message):
-    __slots__ = ("role", "epoch", "name", "grpc_address", "draining", "load")
+    __slots__ = ("role", "epoch", "name", "grpc_address", "draining", "load", "stats", "stats_age_s", "version", "quantization", "device", "kernels", "num_blocks", "max_num_seqs", "max_model_len")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     GRPC_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    STATS_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     role: Role
     epoch: str
     name: str
     grpc_address: str
     draining: bool
     load: Load
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., grpc_address: _Optional[str] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    stats: NodeStats
+    stats_age_s: float
+    version: str
+    quantization: str
+    device: str
+    kernels: str
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., epoch: _Optional[str] = ..., name: _Optional[str] = ..., grpc_address: _Optional[str] = ..., draining: _Optional[bool] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., stats: _Optional[_Union[NodeStats, _Mapping]] = ..., stats_age_s: _Optional[float] = ..., version: _Optional[str] = ..., quantization: _Optional[str] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ...) -> None: ...

@@ -39,6 +39,8 @@ class NodeFacts:
     max_num_seqs: int
     grpc_address: str
     connector_address: str = ""  # decode nodes only
+    device: str = ""
+    kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,8 @@ from kvrelay.engine.legs import CacheChange, Delta, HandoffReport, Leg, LegRepor
 from kvrelay.engine.request import FinishReason, Logprobs, RequestKey, SamplingParams
 from kvrelay.proto import inference_pb2, node_pb2 as pb
 from kvrelay.router.messages import Cancel, NodeFacts, Peers, Role, Start, ToNode
-from kvrelay.router.registry import Node
 
-_ROLES = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
-_ROLE_OF = {number: role for role, number in _ROLES.items()}
+_ROLE_OF = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE}
 _LEGS = {
     Leg.PREFILL: pb.Start.LEG_PREFILL,
     Leg.DECODE: pb.Start.LEG_DECODE,
@@ -27,7 +25,7 @@ def read_register(message: pb.Register) -> NodeFacts:
     """Raises: InvalidArgument."""
     if message.role not in _ROLE_OF:
         raise InvalidArgument("role", message.role, "unknown")
-    for name in ("epoch", "name", "grpc_address", "connector_address", "quantization"):
+    for name in ("epoch", "name", "grpc_address", "connector_address", "quantization", "device", "kernels"):
         if len(getattr(message, name)) > _MAX_NAME:
             raise InvalidArgument(name, getattr(message, name), f"at most {_MAX_NAME} characters")
     for name in ("epoch", "name", "max_model_len", "num_blocks", "max_num_seqs"):
@@ -55,6 +53,8 @@ def read_register(message: pb.Register) -> NodeFacts:
         max_num_seqs=message.max_num_seqs,
         grpc_address=message.grpc_address,
         connector_address=message.connector_address,
+        device=message.device,
+        kernels=message.kernels,
     )
 
 
@@ -192,31 +192,4 @@ def _write_sampling(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         n=sampling.n,
-    )
-
-
-# --- router -> whoever asks
-
-
-def write_cluster(model: str, nodes: list[Node], num_requests: int) -> pb.ClusterState:
-    return pb.ClusterState(model=model, nodes=[_write_node(node) for node in nodes], num_requests=num_requests)
-
-
-def _write_node(node: Node) -> pb.ClusterNode:
-    load = node.load
-    return pb.ClusterNode(
-        role=_ROLES[node.facts.role],
-        epoch=node.facts.epoch,
-        name=node.facts.name,
-        grpc_address=node.facts.grpc_address,
-        draining=node.draining,
-        load=pb.Load(
-            num_free_blocks=load.num_free_blocks,
-            num_wanted_blocks=load.num_wanted_blocks,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_waiting_tokens=load.num_waiting_tokens,
-            tokens_per_s=load.tokens_per_s,
-            sessions=sorted(load.sessions),
-        ),
     )

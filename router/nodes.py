@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from kvrelay import __version__
 from kvrelay.engine import secret
+from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -24,7 +25,7 @@ from kvrelay.engine.legs import Delta
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.proto import node_pb2, node_pb2_grpc
-from kvrelay.router import node_wire
+from kvrelay.router import cluster_wire, node_wire
 from kvrelay.router.answer import Context, answering
 from kvrelay.router.links import Link, Links
 from kvrelay.router.messages import NodeFacts, Peers, Role
@@ -57,6 +58,7 @@ class NodesServicer(node_pb2_grpc.NodesServicer):
         cluster_secret: str,
         lease_s: float,
         max_backlog: int,
+        clock: Clock,
         on_change: Callable[[], None],
     ) -> None:
         """`on_change`: called after each change of which nodes there are and whether they take requests."""
@@ -68,6 +70,7 @@ class NodesServicer(node_pb2_grpc.NodesServicer):
         self._cluster_secret = cluster_secret
         self._lease_s = lease_s
         self._max_backlog = max_backlog
+        self._clock = clock
         self._on_change = on_change
 
     async def Connect(self, request_iterator: Messages, context: Context) -> None:  # noqa: N802  gRPC's name
@@ -188,6 +191,9 @@ class NodesServicer(node_pb2_grpc.NodesServicer):
                     self._legs.deliver(epoch, node_wire.read_delta(delta))
             case "load":
                 self._registry.report(epoch, node_wire.read_load(message.load))
+            case "stats":
+                self._registry.report(epoch, node_wire.read_load(message.stats.load))
+                self._registry.keep_statistics(epoch, cluster_wire.read_stats(message.stats), self._clock.now())
             case "draining":
                 self._registry.drain(epoch)
                 self._on_change()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvrelay.engine.errors import PreconditionFailed, ResourceExhausted
 from kvrelay.engine.legs import CacheChange, Load, Peer
 from kvrelay.router.messages import NodeFacts, Role
+from kvrelay.router.node_statistics import NodeStatistics
 from kvrelay.router.prefix_index import PrefixIndex, PromptBlocks
 
 
@@ -28,6 +29,8 @@ class Node:
     facts: NodeFacts
     load: Load
     draining: bool = False
+    statistics: NodeStatistics | None = None  # its last report, and when it came
+    reported_at: float = 0.0
     num_placed: int = 0  # since it registered
     # A report that crosses a start on its way, or that ends a step which the start waited for, does not show it: what
     # was placed is counted until the second report after it.
@@ -124,6 +127,12 @@ class Registry:
             node = self._nodes[epoch]
             node.load = load
             node.placed_before, node.placed_now = node.placed_now, Placed()
+
+    def keep_statistics(self, epoch: str, statistics: NodeStatistics, now: float) -> None:
+        """What a node says of itself, for others to see: placement does not read it. Unknown nodes are ignored."""
+        if epoch in self._nodes:
+            node = self._nodes[epoch]
+            node.statistics, node.reported_at = statistics, now
 
     def change_cache(self, epoch: str, change: CacheChange) -> None:
         """What a node's prefix cache holds has changed. Unknown nodes are ignored.

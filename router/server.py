@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import asdict
 
@@ -14,15 +15,18 @@ from kvrelay.engine.clock import Clock
 from kvrelay.engine.config import NO_PORT
 from kvrelay.engine.errors import ConfigError, Unavailable
 from kvrelay.engine.log import fields, get_logger
+from kvrelay.engine.metrics import process_statistics
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.proto import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
-from kvrelay.router import node_wire, wire
+from kvrelay.router import cluster_wire, wire
 from kvrelay.router.answer import AnswerCalls, Context, begin_answer, ending_after
+from kvrelay.router.cluster_wire import RouterView
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.dispatch import Dispatcher, DispatchStatistics
 from kvrelay.router.http import HttpServer, make_http
 from kvrelay.router.keys import ApiKeys, AskForKey
 from kvrelay.router.links import Links
+from kvrelay.router.metrics import RequestMetrics
 from kvrelay.router.nodes import NodesServicer
 from kvrelay.router.registry import Registry
 from kvrelay.router.service import InferenceService
@@ -83,17 +87,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 class ClusterServicer(node_pb2_grpc.ClusterServicer):
-    """Who is there."""
+    """Who is there, and how it goes."""
 
-    def __init__(self, service: InferenceService, registry: Registry) -> None:
-        self._service = service
+    def __init__(self, view: Callable[[], RouterView], registry: Registry, clock: Clock) -> None:
+        self._view = view
         self._registry = registry
+        self._clock = clock
 
     async def GetCluster(  # noqa: N802
         self, request: node_pb2.GetClusterRequest, context: Context
     ) -> node_pb2.ClusterState:
-        service = self._service
-        return node_wire.write_cluster(service.info.name, list(self._registry), service.admission.num_requests)
+        return cluster_wire.write_cluster(self._view(), self._registry, self._clock.now())
 
 
 class RouterServer:
@@ -104,10 +108,12 @@ class RouterServer:
         epoch = secret.new_epoch()
         tokenizer = Tokenizer.load(info)
         self._config = config
+        self._clock = clock
         self.registry = Registry(config.max_nodes)
         self._http: HttpServer | None = None
         self._links = Links()
-        self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock, observers=())
+        self._metrics = RequestMetrics(clock)
+        self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock, observers=(self._metrics,))
         self._service = InferenceService(
             config, info, tokenizer, self.registry, self._dispatcher, epoch=epoch, clock=clock
         )
@@ -116,7 +122,7 @@ class RouterServer:
         keys = ApiKeys.of(config.api_key)
         self._server = grpc.aio.server(interceptors=[AskForKey(keys), AnswerCalls()], options=_options(config))
         if config.http_port != NO_PORT:
-            self._http = make_http(self._service, keys)
+            self._http = make_http(self._service, keys, self.render_metrics)
         nodes = NodesServicer(
             self.registry,
             self._links,
@@ -126,10 +132,11 @@ class RouterServer:
             cluster_secret=cluster_secret,
             lease_s=config.node_lease_s,
             max_backlog=config.max_node_backlog,
+            clock=clock,
             on_change=self._changed.set,
         )
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(self._service), self._server)
-        node_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self._service, self.registry), self._server)
+        node_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self.view, self.registry, clock), self._server)
         node_pb2_grpc.add_NodesServicer_to_server(nodes, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(_SERVICES, self._server)
@@ -185,6 +192,24 @@ class RouterServer:
 
     def statistics(self) -> DispatchStatistics:
         return self._dispatcher.statistics()
+
+    def view(self) -> RouterView:
+        """What this router says of itself."""
+        return RouterView(
+            model=self._service.info.name,
+            num_requests=self.num_requests,
+            num_waiting=self.num_waiting,
+            num_refused=self.num_refused,
+            dispatch=self._dispatcher.statistics(),
+            requests=self._metrics.statistics(),
+            process=process_statistics(),
+        )
+
+    def render_metrics(self) -> bytes:
+        """What Prometheus reads."""
+        from kvrelay.router.exposition import render  # with its library, which a router needs at the first scrape
+
+        return render(self.view(), self.registry, self._clock.now())
 
     async def _follow_health(self) -> None:
         """Requests can be served as long as there is a decode node to place them on."""

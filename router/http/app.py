@@ -23,6 +23,8 @@ from kvrelay.router.http.schema import DetokenizeRequest, TokenizeRequest
 from kvrelay.router.keys import ApiKeys
 from kvrelay.router.service import InferenceService
 
+METRICS = b"text/plain; version=0.0.4; charset=utf-8"  # Prometheus's form of text
+
 Handler = Callable[[Call, bytes], Awaitable[None]]
 
 
@@ -37,10 +39,12 @@ class HttpRoute:
 
 
 class HttpApi:
-    """The routes that the service alone answers."""
+    """The routes, but for the page's."""
 
-    def __init__(self, service: InferenceService, started_at_unix_s: int) -> None:
+    def __init__(self, service: InferenceService, render_metrics: Callable[[], bytes], started_at_unix_s: int) -> None:
+        """`render_metrics`: what Prometheus reads."""
         self._service = service
+        self._render_metrics = render_metrics
         self._started_at = started_at_unix_s
         fingerprint = f"kvrelay-{__version__}-{service.info.fingerprint[:8]}"
         self._generation = Generation(service, fingerprint)
@@ -53,6 +57,7 @@ class HttpApi:
             HttpRoute(path="/tokenize", method="POST", handler=self._tokenize),
             HttpRoute(path="/detokenize", method="POST", handler=self._detokenize),
             HttpRoute(path="/health", method="GET", handler=self._health, is_open=True),
+            HttpRoute(path="/metrics", method="GET", handler=self._metrics),
             HttpRoute(path="/openapi.json", method="GET", handler=self._describe),
         ]
 
@@ -82,6 +87,9 @@ class HttpApi:
         if not self._service.is_serving:
             raise HttpError(503, "not_serving", "no decode node is there, or this router is shutting down")
         await call.answer_json(Health("ok"))
+
+    async def _metrics(self, call: Call, body: bytes) -> None:
+        await call.answer(self._render_metrics(), kind=METRICS)
 
     async def _describe(self, call: Call, body: bytes) -> None:
         await call.answer(make_document(self._service.info.name))

@@ -61,7 +61,7 @@ MAINS = {f"kvrelay.{role}.main" for role in ("router", "prefill_node", "decode_n
 MAINS |= {f"kvrelay.{folder}.bench" for folder in ("engine", "connector", "prefill_node")}
 
 # The edges, where generated protobuf classes stop.
-EDGES = {"router/nodes.py", "router/node_wire.py", "node/link.py", "cli/client.py"}
+EDGES = {"router/nodes.py", "router/node_wire.py", "router/cluster_wire.py", "node/link.py", "cli/client.py"}
 EDGE_NAMES = {"server.py", "wire.py"}
 
 # library -> where it may be imported.

@@ -8,6 +8,7 @@ from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.block_pool import BlockCounts
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, CacheChange, Delta, Leg, Load
+from kvrelay.engine.metrics import ProcessStatistics
 from kvrelay.engine.request import Logprobs, RequestKey
 from kvrelay.engine.swap_space import SwapStatistics
 from kvrelay.node.report import Snapshot
@@ -115,7 +116,7 @@ def test_a_large_step_is_said_in_several_messages_none_too_large_for_a_stream() 
 
 def test_a_node_tells_what_lies_in_host_memory() -> None:
     swap = SwapStatistics(num_host_blocks=9, num_free_host_blocks=5, num_swapped=2, num_swapped_out=7, num_swapped_in=4)
-    stats = write_stats("decode", "e", "d", replace(SNAPSHOT, num_preemptions=8, swap=swap))
+    stats = write_stats("decode", "e", "d", replace(SNAPSHOT, num_preemptions=8, swap=swap), ProcessStatistics())
     assert stats.num_preemptions == 8
     assert {field.name: value for field, value in stats.swap.ListFields()} == asdict(swap)
 
