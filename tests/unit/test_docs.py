@@ -13,7 +13,7 @@ from kvrelay.connector.handoff import render_mermaid
 
 ROOT = Path(__file__).resolve().parents[2]
 # Linked to, and written by now or soon: to be taken out of here when they are.
-AWAITED = {ROOT / "docs" / name for name in ("page.png", "api.md", "metrics.md", "structured-output.md")}
+AWAITED = {ROOT / "docs" / name for name in ("page.png", "structured-output.md")}
 AWAITED_WORDS = {"kvrelay chat", "kvrelay top"}
 PRODUCT = {"README.md", "operating.md", "llm.md", "glossary.md"}  # whose flags are all of the `kvrelay` command
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md")])
@@ -132,10 +132,12 @@ def test_an_output_is_compared_line_by_line() -> None:
 
 def test_every_known_fault_names_a_test_that_is_there() -> None:
     table = (ROOT / "docs" / "known-faults.md").read_text()
-    rows = re.findall(r"^\| ([A-G]\d\d) \|.*\| `(.+)::(test_\w+)` \|$", table, re.MULTILINE)
-    assert len(rows) == len(re.findall(r"^\| [A-G]\d\d \|", table, re.MULTILINE))
+    rows = re.findall(r"^\| ([A-G]\d\d) \|.*\|(.+)\|$", table, re.MULTILINE)
     assert rows
-    for fault, file, test in rows:
-        source = (ROOT / "tests" / file).read_text()
-        assert f"def {test}(" in source, fault
-        assert fault in source, fault
+    for fault, where in rows:
+        named = re.findall(r"`([^`]+)::(test_\w+)`", where)
+        assert named, fault
+        for file, test in named:
+            source = (ROOT / "tests" / file).read_text()
+            assert f"def {test}(" in source, fault
+            assert fault in source, fault
