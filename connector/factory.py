@@ -14,7 +14,7 @@ from kvrelay.connector.transport.shm_reader import ShmReader
 from kvrelay.connector.transport.tcp import DataTls, is_trusted
 from kvrelay.connector.transport.tcp_reader import TcpReader
 from kvrelay.connector.transport.tcp_writer import TcpWriter
-from kvrelay.connector.transport.ucp import has_ucx
+from kvrelay.connector.transport.ucp_library import has_ucx
 from kvrelay.connector.transport.ucx_reader import UcxReader
 from kvrelay.connector.transport.ucx_writer import UcxWriter
 from kvrelay.connector.transport.zmq import ZmqReader, ZmqWriter

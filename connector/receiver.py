@@ -5,7 +5,7 @@ thread, from where it is posted. One lock, held for bookkeeping only, orders the
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import zmq
@@ -27,9 +27,8 @@ from kvrelay.connector.base import (
     TransferEvent,
     WakeUp,
 )
-from kvrelay.connector.checksum import block_digest
-from kvrelay.connector.convert import widen
 from kvrelay.connector.events import EventQueue
+from kvrelay.connector.finisher import Finisher
 from kvrelay.connector.handoff import E, R, receiver_table
 from kvrelay.connector.incoming import Incoming, IncomingTransfers, PrefillPeer
 from kvrelay.connector.loop import Loop
@@ -41,12 +40,12 @@ from kvrelay.connector.messages import (
     OfferMessage,
     TransferMessage,
 )
-from kvrelay.connector.plan import check_plan, plan_block_ids, plan_positions
+from kvrelay.connector.plan import check_plan, plan_block_ids
 from kvrelay.connector.session import Identity, Session
 from kvrelay.connector.transport.base import Reader, Region
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import ConfigError, InvalidArgument
-from kvrelay.engine.kv_layout import KVLayout, blocks_for
+from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import RequestKey
 from kvrelay.engine.secret import new_nonce
@@ -89,7 +88,7 @@ class Receiver:
         self._peers: dict[str, PrefillPeer] = {}
         self._transfers = IncomingTransfers(self._loop, clock, self._events, self._lock, self._drained.notify_all)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._finisher = Loop("kv-finisher", clock)  # digests and conversion, beside the thread that keeps the sessions
+        self._finisher = Finisher(region, identity.layout.block_size, clock, self._loop)
         try:
             self._acceptor = Acceptor(
                 self._loop, clock, self._context, identity, self._endpoints, bind, port, advertise, self
@@ -290,7 +289,7 @@ class Receiver:
             return
         transfer.handover = handover
         if transfer.peer.reader.one_sided and transfer.state is R.GRANTED:
-            self._finish_then(transfer, partial(self._finished_one_sided, transfer))
+            self._finisher.finish(transfer, partial(self._finished_one_sided, transfer))
             return
         self._transfers.fire(transfer, E.COMMIT)
         self._land_if_all_in(transfer)
@@ -300,44 +299,7 @@ class Receiver:
     def _land_if_all_in(self, transfer: Incoming) -> None:
         """ALL_IN is held until COMMIT has come too: only then D knows against what to check the bytes."""
         if transfer.state is R.COMMIT_SEEN and transfer.are_bytes_in:
-            self._finish_then(transfer, partial(self._finished_two_sided, transfer))
-
-    def _finish_then(self, transfer: Incoming, finished: "Callable[[bool], None]") -> None:
-        """Call `finished` with whether the granted blocks hold what P's digests say, once they hold D's own elements;
-        at once, if there is nothing to be done."""
-        assert transfer.handover is not None
-        digests, transit = transfer.handover.block_digests, transfer.peer.session.transit
-        block_ids = plan_block_ids(transfer.plan)
-        if not digests and not (transit.is_widened and block_ids):
-            finished(True)
-            return
-        wanted = self._wanted_digests(transfer)
-        if digests and wanted is None:
-            finished(False)
-            return
-
-        def finish() -> None:
-            blocks = [self._region[block_id] for block_id in block_ids]
-            come = [block[: transit.block_bytes] for block in blocks]
-            ok = wanted is None or all(block_digest(c) == digest for c, digest in zip(come, wanted, strict=True))
-            if ok and transit.is_widened:
-                for block in blocks:
-                    widen(transit, block)
-            self._loop.post(partial(finished, ok))
-
-        transfer.is_in_hand = transit.is_widened  # blocks that are only read may go back meanwhile
-        self._finisher.post(finish)
-
-    def _wanted_digests(self, transfer: Incoming) -> list[bytes] | None:
-        """The digests of the granted blocks, in order; None: P sent none, or too few or too many."""
-        assert transfer.handover is not None
-        assert transfer.expectation is not None
-        digests, block_size = transfer.handover.block_digests, self._identity.layout.block_size
-        if not transfer.peer.session.transit.is_direct:  # of what travelled
-            return list(digests) if digests and len(digests) == transfer.num_blocks else None
-        if len(digests) != blocks_for(transfer.expectation.num_tokens, block_size):
-            return None
-        return [digests[position] for position in plan_positions(transfer.plan, block_size)]
+            self._finisher.finish(transfer, partial(self._finished_two_sided, transfer))
 
     def _finished_two_sided(self, transfer: Incoming, ok: bool) -> None:
         with self._lock:

@@ -33,7 +33,7 @@ from kvrelay.connector.messages import Ack, GrantId, GrantMessage, RefuseMessage
 from kvrelay.connector.outgoing import DecodePeer, Outgoing, OutgoingTransfers
 from kvrelay.connector.plan import PushPlan, RecastPlan
 from kvrelay.connector.session import Identity, Session
-from kvrelay.connector.staging import MakeWriter, StagedLink, StagedWriter
+from kvrelay.connector.staging import MakeWriter, StagedWriter
 from kvrelay.connector.transit import Transit
 from kvrelay.connector.transport.base import Region, Writer
 from kvrelay.connector.wire import MAX_IDLE_SESSIONS
@@ -206,8 +206,7 @@ class Sender:
                 return
             peer.session = session
             peer.link = writer.connect(session.nonce, session.endpoint.address, self)
-            carrier = peer.link.inner if isinstance(peer.link, StagedLink) else peer.link
-            peer.say = talking.sayer(session, carrier, partial(self._drop, dialer, session))
+            peer.say = talking.sayer(session, peer.link, partial(self._drop, dialer, session))
             peer.is_down_said = False
             self._events.put(SessionUp(session.peer_epoch))
         log.info("session_up", extra=fields(peer=session.peer_epoch, transport=session.endpoint.name))

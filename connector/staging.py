@@ -20,7 +20,7 @@ from kvrelay.connector.loop import Loop
 from kvrelay.connector.messages import GrantId
 from kvrelay.connector.plan import Recast
 from kvrelay.connector.transit import Transit
-from kvrelay.connector.transport.base import Copy, Link, Region, Writer, WriterEvents
+from kvrelay.connector.transport.base import Copy, Link, Region, Talking, Writer, WriterEvents
 
 STAGING_BYTES = 2**26  # for all peers of one layout
 _MAX_SHARE = 4  # a session may hold one in so many of its slots: a D that reads nothing stops no other
@@ -81,7 +81,7 @@ class StagedWriter:
 
     def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> "StagedLink":
         link = StagedLink(self.staging, self.slots, self._packer, self._transit.block_bytes, self._loop, events)
-        link.inner = self._inner.connect(session_nonce, address, link)
+        link.attach(self._inner.connect(session_nonce, address, link))
         return link
 
     def close(self) -> None:
@@ -103,6 +103,7 @@ class StagedLink:
     """
 
     inner: Link
+    say: Callable[[bytes, bytes], bool]  # the inner link's; where that carries no messages, neither does this
 
     def __init__(
         self, staging: Region, slots: Slots, packer: Packer, size: int, loop: Loop, events: WriterEvents
@@ -119,6 +120,11 @@ class StagedLink:
         self._num_held = 0  # slots
         self._in_hand: GrantId | None = None
         self._is_stopped = False  # the grant in hand
+
+    def attach(self, inner: Link) -> None:
+        self.inner = inner
+        if isinstance(inner, Talking):
+            self.say = inner.say
 
     # --- Link
 

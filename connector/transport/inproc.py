@@ -7,10 +7,9 @@ and when a writer is closed it tells D what a kernel would tell it of an exited 
 import threading
 from collections.abc import Sequence
 
-from kvrelay.connector.loop import Loop
 from kvrelay.connector.messages import Endpoint, GrantId
 from kvrelay.connector.transport.base import Copy, ReaderEvents, Region, WriterEvents
-from kvrelay.connector.transport.queue import WriteQueue
+from kvrelay.connector.transport.link import QueuedLink
 from kvrelay.engine.clock import MonotonicClock
 from kvrelay.engine.log import fields, get_logger
 
@@ -91,8 +90,9 @@ class InprocWriter:
         return True
 
     def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> "InprocLink":
-        link = InprocLink(self._region, session_nonce, self._hub.find(address), events)
+        link = InprocLink(self._region, session_nonce, address, self._hub.find(address), events)
         self._links.append(link)
+        link.start()
         return link
 
     def close(self) -> None:
@@ -101,40 +101,35 @@ class InprocWriter:
         for link in self._links:
             if not link.join(_STOP_S):
                 log.error("writer_stuck", extra=fields(transport=NAME))
-            elif link.reader is not None:
-                link.reader.fence(link.session_nonce)
+            else:
+                link.fence()
 
 
-class InprocLink:
+class InprocLink(QueuedLink[Copy]):
     """The way from one P's region to one D's."""
 
-    def __init__(self, region: Region, session_nonce: bytes, reader: InprocReader | None, events: WriterEvents) -> None:
-        self.session_nonce = session_nonce
+    def __init__(
+        self, region: Region, session_nonce: bytes, address: str, reader: InprocReader | None, events: WriterEvents
+    ) -> None:
+        super().__init__(NAME, MonotonicClock(), session_nonce, address, events, iter)
         self.reader = reader
         self._region = region
-        self._events = events
-        self._queue: WriteQueue[Copy] = WriteQueue()
-        self._loop = Loop(f"kv-write-{NAME}", MonotonicClock())
-        self._loop.start()
-        if reader is None:
-            self._loop.post(lambda: events.write_failed(session_nonce, "nobody is at this address"))
 
-    def write(self, grant: GrantId, copies: Sequence[Copy]) -> None:
+    def fence(self) -> None:
+        """The thread has ended."""
         if self.reader is not None:
-            self._queue.put(grant, copies)
-            self._loop.post(self._work)
+            self.reader.fence(self._session_nonce)
 
-    def stop(self, grant: GrantId) -> bool:
-        return self._queue.stop(grant)
+    def _dial(self) -> None:
+        if self.reader is None:
+            self._fail("nobody is at this address")
 
-    def close(self) -> None:
-        self._queue.clear()
-        self._loop.stop(0)
-
-    def join(self, timeout_s: float) -> bool:
-        return self._loop.stop(timeout_s)
+    def _hang_up(self) -> None:
+        """There is no connection."""
 
     def _work(self) -> None:
+        if self.reader is None:
+            return
         while (work := self._queue.begin()) is not None:
             grant, copy = work
             copied = self._copy(copy)
@@ -143,7 +138,7 @@ class InprocLink:
             elif copied:
                 self._events.written(grant, copy.size)
             else:
-                self._events.write_failed(self.session_nonce, f"block {copy.target_block} is not in D's pool")
+                self._fail(f"block {copy.target_block} is not in D's pool")
 
     def _copy(self, copy: Copy) -> bool:
         assert self.reader is not None

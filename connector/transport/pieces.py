@@ -1,7 +1,8 @@
 """Cuts and joins a grant's copies into pieces, as views of P's pool. Pure, and lazy: no block's turn comes early."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from kvrelay.connector.transport.base import Copy, Region
 from kvrelay.connector.wire import MAX_PIECE_BYTES
@@ -22,6 +23,11 @@ class Piece:
 def flat(region: Region) -> memoryview:
     """The whole pool as one run of bytes."""
     return memoryview(region.reshape(-1)).cast("B")
+
+
+def cutter(region: Region) -> Callable[[Iterable[Copy]], Iterator[Piece]]:
+    """`cut`, for copies from this pool."""
+    return partial(cut, pool=flat(region), block_bytes=region.shape[1])
 
 
 def cut(copies: Iterable[Copy], pool: memoryview, block_bytes: int) -> Iterator[Piece]:

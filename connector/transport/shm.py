@@ -9,26 +9,22 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from kvrelay.connector.loop import Loop, Timer
-from kvrelay.connector.messages import GrantId
+from kvrelay.connector.loop import Timer
 from kvrelay.connector.transport import shm_wire
 from kvrelay.connector.transport.base import Copy, Region, WriterEvents
-from kvrelay.connector.transport.queue import WriteQueue
+from kvrelay.connector.transport.link import Links, QueuedLink
 from kvrelay.connector.transport.shm_talk import Talk
 from kvrelay.connector.transport.shm_wire import HANDSHAKE_S, NAME, PoolShape
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.copies import Pieces, get_copy_pieces
 from kvrelay.engine.errors import InvalidArgument
-from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.shared_memory import SharedMemory, is_sealed, lower_priority
-
-log = get_logger(__name__)
 
 Batch = Any  # numpy array, uint64 [num_copies, 4]: source block, target block, start, size
 
@@ -37,7 +33,6 @@ _MAX_BATCHES = 4  # written before the socket has its turn
 _MAX_UNSAID = 4096  # messages, while the pool has not come
 _MAX_READS = 256  # messages handled before others have their turn
 _MAX_UNREACHED = 1024
-_STOP_S = 5.0
 _fields_of = attrgetter("source_block", "target_block", "start", "size")
 
 
@@ -52,7 +47,7 @@ class ShmWriter:
         self._secret = secret
         self._copy_pieces = get_copy_pieces()
         self._unmapped: set[str] = set()  # addresses of pools that this process could not map
-        self._links: list[ShmLink] = []
+        self._links: Links[ShmLink] = Links(NAME)
 
     def reaches(self, address: str) -> bool:
         if address in self._unmapped:
@@ -64,18 +59,21 @@ class ShmWriter:
         return True
 
     def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> "ShmLink":
-        self._links = [link for link in self._links if link.is_running()]
-        link = ShmLink(self._region, self._clock, self._copy_pieces, address, self._could_not_map, events)
-        self._links.append(link)
-        link.start(session_nonce, self._secret)
-        return link
+        return self._links.start(
+            ShmLink(
+                self._region,
+                self._clock,
+                self._secret,
+                self._copy_pieces,
+                session_nonce,
+                address,
+                self._could_not_map,
+                events,
+            )
+        )
 
     def close(self) -> None:
-        for link in self._links:
-            link.close()
-        num_stuck = sum(not link.join(_STOP_S) for link in self._links)
-        if num_stuck:
-            log.error("writers_stuck", extra=fields(transport=NAME, num_threads=num_stuck))
+        self._links.close()
 
     def _could_not_map(self, address: str) -> None:
         """Whatever moves bytes in the next session, it is not this."""
@@ -83,43 +81,30 @@ class ShmWriter:
             self._unmapped.add(address)
 
 
-class ShmLink:
-    """The way from P's region to one D's pool. `write`, `stop` and `close` may be called from any thread."""
+class ShmLink(QueuedLink[Batch]):
+    """The way from P's region to one D's pool."""
 
     def __init__(
         self,
         region: Region,
         clock: Clock,
+        secret: str,
         copy_pieces: Callable[[Pieces], None],
+        session_nonce: bytes,
         address: str,
         could_not_map: Callable[[str], None],
         events: WriterEvents,
     ) -> None:
+        super().__init__(NAME, clock, session_nonce, address, events, _batches)
         self._region = region
+        self._secret = secret
         self._copy_pieces = copy_pieces
-        self._address = address
         self._could_not_map = could_not_map
-        self._events = events
-        self._session_nonce = b""
-        self._queue: WriteQueue[Batch] = WriteQueue()
         self._unsaid: list[bytes] = []  # before the pool has come, guarded by the lock
         self._lock = threading.Lock()
         self._talk: Talk | None = None
         self._timer: Timer | None = None
         self._pool: _MappedPool | None = None
-        self._loop = Loop(f"kv-write-{NAME}", clock)
-
-    def start(self, session_nonce: bytes, secret: str) -> None:
-        self._session_nonce = session_nonce
-        self._loop.start()
-        self._loop.post(lambda: self._dial(secret))
-
-    def write(self, grant: GrantId, copies: Sequence[Copy]) -> None:
-        self._queue.put(grant, list(_batches(copies)))
-        self._loop.post(self._work)
-
-    def stop(self, grant: GrantId) -> bool:
-        return self._queue.stop(grant)
 
     def say(self, session_nonce: bytes, message: bytes) -> bool:
         with self._lock:
@@ -128,21 +113,9 @@ class ShmLink:
                 return len(self._unsaid) <= _MAX_UNSAID
             return self._talk.say(message)
 
-    def close(self) -> None:
-        self._queue.clear()
-        self._loop.post(self._hang_up)
-        self._loop.stop(0)
-
-    def is_running(self) -> bool:
-        return self._loop.is_running()
-
-    def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended; after `close` only."""
-        return self._loop.stop(timeout_s)
-
     # --- the thread ----------------------------------------------------------------------------------------------
 
-    def _dial(self, secret: str) -> None:
+    def _dial(self) -> None:
         try:
             connection = shm_wire.dial(self._address)
         except OSError as error:
@@ -150,7 +123,7 @@ class ShmLink:
             return
         self._talk = Talk(self._loop, connection, self._read)
         try:
-            connection.send(shm_wire.write_hello(self._session_nonce, secret))
+            connection.send(shm_wire.write_hello(self._session_nonce, self._secret))
         except OSError as error:
             self._fail(f"cannot reach the decode node: {error}")
             return
@@ -220,10 +193,6 @@ class ShmLink:
         if self._queue:
             self._loop.post(self._work)
 
-    def _fail(self, reason: str) -> None:
-        self._hang_up()
-        self._events.write_failed(self._session_nonce, reason)
-
     def _hang_up(self) -> None:
         """The pool first: the connection's end says to D that nothing here can reach it any more."""
         if self._timer is not None:
@@ -277,9 +246,10 @@ class _MappedPool:
         self._memory.populate(self._is_over.is_set)
 
 
-def _batches(copies: Sequence[Copy]) -> Iterator[Batch]:
+def _batches(copies: Sequence[Copy]) -> list[Batch]:
     """Copies as rows, about _BATCH_BYTES at a time. What is negative becomes too large for any pool."""
     flat = itertools.chain.from_iterable(map(_fields_of, copies))
     rows = np.fromiter(flat, np.int64, 4 * len(copies)).view(np.uint64).reshape(-1, 4)
-    if len(rows):
-        yield from np.split(rows, np.flatnonzero(np.diff(np.cumsum(rows[:, 3]) // _BATCH_BYTES)) + 1)
+    if not len(rows):
+        return []
+    return np.split(rows, np.flatnonzero(np.diff(np.cumsum(rows[:, 3]) // _BATCH_BYTES)) + 1)

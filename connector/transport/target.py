@@ -1,9 +1,12 @@
 """Where a live grant's bytes go on D, for transports whose pieces D itself puts into its blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.connector.intervals import Intervals
+from kvrelay.connector.messages import GrantId
+from kvrelay.connector.transport.base import ReaderEvents
+from kvrelay.connector.transport.queue import InHand
 from kvrelay.engine.errors import InvalidArgument
 
 _MAX_GAPS = 65_536  # in what has come of one grant
@@ -65,3 +68,58 @@ class Target:
         for view in self.views(pool, offset, len(data)):
             view[:] = data[at : at + len(view)]
             at += len(view)
+
+
+Scatter = Callable[[Target, int, memoryview], None]
+
+
+class Targets:
+    """The live grants of a reader, whose one thread puts a piece at a time into their blocks."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._in_hand = InHand()
+        self.lock = self._in_hand.lock  # guards the live ones; a reader may guard more by it
+        self._live: dict[GrantId, Target] = {}
+
+    def accept(self, grant: GrantId, block_ids: Sequence[int], size: int | None) -> None:
+        with self.lock:
+            self._live[grant] = Target.of(block_ids, self._block_bytes, size)
+
+    def stop(self, grant: GrantId) -> bool:
+        """Whether the thread is idle on the grant; else its piece ends with `reader_idle`."""
+        with self.lock:
+            self._live.pop(grant, None)
+            return self._in_hand.stop(grant)
+
+    def check(self, grant: GrantId, offset: int, size: int) -> None:
+        """Raises: InvalidArgument for a piece that does not belong into a live grant."""
+        with self.lock:
+            self._find(grant, offset, size)
+
+    def take(self, grant: GrantId, offset: int, data: memoryview, scatter: Scatter, events: ReaderEvents) -> None:
+        """Put a piece into its blocks by `scatter`, without the lock, and say what came of it.
+
+        Raises: InvalidArgument for a piece that does not belong into a live grant.
+        """
+        with self.lock:
+            target = self._find(grant, offset, len(data))
+            self._in_hand.begin(grant)
+        scatter(target, offset, data)
+        with self.lock:
+            stopped = self._in_hand.end()
+            target.received.add(offset, offset + len(data))
+            is_complete = target.is_complete
+            if is_complete:
+                self._live.pop(grant, None)  # nothing may be written into landed blocks
+        if stopped:
+            events.reader_idle(grant)
+        elif is_complete:
+            events.all_in(grant)
+
+    def _find(self, grant: GrantId, offset: int, size: int) -> Target:
+        target = self._live.get(grant)
+        if target is None:
+            raise InvalidArgument("grant", grant.key, "is not live")
+        target.check(offset, size)
+        return target

@@ -9,21 +9,18 @@ import errno
 import os
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import zmq
 
-from kvrelay.connector.loop import Loop, Timer
+from kvrelay.connector.loop import Timer
 from kvrelay.connector.messages import GrantId
 from kvrelay.connector.transport import tcp
-from kvrelay.connector.transport.base import Copy, Region, WriterEvents
-from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, advance, cut, flat
-from kvrelay.connector.transport.queue import WriteQueue
+from kvrelay.connector.transport.base import Region, WriterEvents
+from kvrelay.connector.transport.link import Links, QueuedLink
+from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, advance, cutter
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import KvrelayError, Unavailable
-from kvrelay.engine.log import fields, get_logger
-
-log = get_logger(__name__)
 
 _MAX_SENDS = 16  # calls before the end of the connection is looked for
 _SAME_HOST_CONGESTION = b"cubic"  # a host whose default is bbr paces its own loopback: 3.2 GB/s instead of 5.5
@@ -44,7 +41,7 @@ class TcpWriter:
         self._secret = secret
         self._insecure = insecure
         self._tls = None if tls is None else tls.client()
-        self._links: list[TcpLink] = []
+        self._links: Links[TcpLink] = Links(tcp.NAME)
 
     def reaches(self, address: str) -> bool:
         try:
@@ -54,20 +51,15 @@ class TcpWriter:
         return self._tls is not None if is_tls else tcp.is_trusted(host, insecure=self._insecure)
 
     def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> "TcpLink":
-        self._links = [link for link in self._links if link.is_running()]
         link = TcpLink(self._region, self._clock, self._secret, self._tls, session_nonce, address, events)
-        self._links.append(link)
-        return link
+        return self._links.start(link)
 
     def close(self) -> None:
-        for link in self._links:
-            link.close()
-        if num_stuck := sum(not link.join(tcp.STOP_S) for link in self._links):
-            log.error("writers_stuck", extra=fields(transport=tcp.NAME, num_threads=num_stuck))
+        self._links.close()
 
 
-class TcpLink:
-    """One data connection to a D. `write`, `stop` and `close` may be called from any thread."""
+class TcpLink(QueuedLink[Piece]):
+    """One data connection to a D."""
 
     def __init__(
         self,
@@ -79,14 +71,9 @@ class TcpLink:
         address: str,
         events: WriterEvents,
     ) -> None:
-        self._pool = flat(region)
-        self._block_bytes = region.shape[1]
+        super().__init__(tcp.NAME, clock, session_nonce, address, events, cutter(region))
         self._secret = secret
         self._tls = tls
-        self._session_nonce = session_nonce
-        self._address = address
-        self._events = events
-        self._queue: WriteQueue[Piece] = WriteQueue()
         self._stream: tcp.Stream | None = None
         self._timer: Timer | None = None
         self._is_open = False  # D has answered
@@ -95,31 +82,12 @@ class TcpLink:
         self._grant: GrantId | None = None  # of the frame that is being sent; None: nobody's blocks are in it
         self._size = 0
         self._views: list[memoryview] = []  # what of that frame is not sent yet
-        self._loop = Loop(f"kv-write-{tcp.NAME}", clock)
-        self._loop.start()
-        self._loop.post(self._dial)
-
-    def write(self, grant: GrantId, copies: Sequence[Copy]) -> None:
-        self._queue.put(grant, cut(copies, self._pool, self._block_bytes))
-        self._loop.post(self._work)
 
     def stop(self, grant: GrantId) -> bool:
-        if self._queue.stop(grant):
+        if super().stop(grant):
             return True
         self._loop.post(self._work)  # the thread may wait for room that never comes
         return False
-
-    def close(self) -> None:
-        self._queue.clear()
-        self._loop.post(self._hang_up)
-        self._loop.stop(0)
-
-    def is_running(self) -> bool:
-        return self._loop.is_running()
-
-    def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended; after `close` only."""
-        return self._loop.stop(timeout_s)
 
     # --- opening, on the thread --------------------------------------------------------------------------------------
 
@@ -253,8 +221,7 @@ class TcpLink:
             self._fail(f"{self._address}: {error.message if isinstance(error, KvrelayError) else error}")
 
     def _fail(self, reason: str) -> None:
-        self._hang_up()
-        self._events.write_failed(self._session_nonce, f"the data connection ended: {reason}")
+        super()._fail(f"the data connection ended: {reason}")
 
     def _hang_up(self) -> None:
         if self._timer is not None:

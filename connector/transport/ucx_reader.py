@@ -16,11 +16,10 @@ from kvrelay.connector import wire
 from kvrelay.connector.loop import Loop, Timer
 from kvrelay.connector.messages import Endpoint, GrantId
 from kvrelay.connector.sockets import join_address
-from kvrelay.connector.transport import ucp
+from kvrelay.connector.transport import ucp, ucp_library
 from kvrelay.connector.transport.base import ReaderEvents, Region
 from kvrelay.connector.transport.pieces import PIECE_BYTES, flat
-from kvrelay.connector.transport.queue import InHand
-from kvrelay.connector.transport.target import Target
+from kvrelay.connector.transport.target import Target, Targets
 from kvrelay.connector.transport.ucx import (
     GREET_S,
     GREETING,
@@ -75,8 +74,7 @@ class UcxReader:
             raise ConfigError(f"kv_transport = ucx: beyond loopback ({bind}) only with --insecure: it has no secrets")
         self.num_dropped = 0
         self._pool = flat(region)
-        self._block_bytes = region.shape[1]
-        self._library = library = ucp.Library()
+        self._library = library = ucp_library.Library()
         try:
             self._context = ucp.Context(library, is_local=is_loopback(bind))
         except Unavailable as error:
@@ -93,10 +91,9 @@ class UcxReader:
             self._context.close()
             raise ConfigError(f"cannot listen on {join_address(bind, port)} with UCX: {error.message}") from error
         address = join_address(advertise or bind, bound_port)
-        self.endpoint = Endpoint(NAME, format_address(address, rdma=ucp.has_rdma()))
+        self.endpoint = Endpoint(NAME, format_address(address, rdma=ucp_library.has_rdma()))
         self._events: ReaderEvents | None = None
-        self._in_hand = InHand()  # its lock guards the next two as well
-        self._targets: dict[GrantId, Target] = {}
+        self._targets = Targets(region.shape[1])  # their lock guards the next as well
         self._sessions: dict[bytes, _Connection | None] = {}  # the open ones, by nonce
         self._connections: list[_Connection] = []
         self._loop = Loop(f"kv-read-{NAME}", clock)
@@ -108,23 +105,20 @@ class UcxReader:
         self._loop.post(self._listen)
 
     def begin_session(self, session_nonce: bytes) -> None:
-        with self._in_hand.lock:
+        with self._targets.lock:
             self._sessions[session_nonce] = None
 
     def end_session(self, session_nonce: bytes) -> None:
-        with self._in_hand.lock:
+        with self._targets.lock:
             connection = self._sessions.pop(session_nonce, None)
         if connection is not None:
             self._loop.post(partial(self._hang_up, connection))
 
     def accept(self, grant: GrantId, block_ids: Sequence[int], size: int | None = None) -> None:
-        with self._in_hand.lock:
-            self._targets[grant] = Target.of(block_ids, self._block_bytes, size)
+        self._targets.accept(grant, block_ids, size)
 
     def stop(self, grant: GrantId) -> bool:
-        with self._in_hand.lock:
-            self._targets.pop(grant, None)
-            return self._in_hand.stop(grant)
+        return self._targets.stop(grant)
 
     def close(self) -> None:
         if not self._loop.is_running():  # D could not start
@@ -184,7 +178,7 @@ class UcxReader:
         assert self._events is not None
         self._hang_up(connection)
         if connection.session_nonce:
-            with self._in_hand.lock:
+            with self._targets.lock:
                 is_open = connection.session_nonce in self._sessions
             if is_open:
                 reason = f"the data connection ended: {connection.failure}"
@@ -230,7 +224,7 @@ class UcxReader:
 
     def _greet(self, connection: _Connection, header: bytes) -> None:
         nonce = header.removeprefix(GREETING)
-        with self._in_hand.lock:
+        with self._targets.lock:
             is_expected = header.startswith(GREETING) and self._sessions.get(nonce, connection) is None
             if is_expected:
                 self._sessions[nonce] = connection
@@ -247,17 +241,8 @@ class UcxReader:
             raise InvalidArgument("session_nonce", grant.session_nonce, "is not this connection's")
         if size != said:
             raise InvalidArgument("size", said, f"the piece has {size} bytes")
-        with self._in_hand.lock:
-            self._target(grant, offset, size)
+        self._targets.check(grant, offset, size)
         return grant, offset
-
-    def _target(self, grant: GrantId, offset: int, size: int) -> Target:
-        """With the lock held. Raises: InvalidArgument."""
-        target = self._targets.get(grant)
-        if target is None:
-            raise InvalidArgument("grant", grant.key, "is not live")
-        target.check(offset, size)
-        return target
 
     def _fetch(self, connection: _Connection, grant: GrantId, offset: int, data: int, size: int) -> None:
         assert connection.worker is not None
@@ -283,27 +268,11 @@ class UcxReader:
 
     def _take(self, grant: GrantId, offset: int, data: memoryview) -> None:
         """Raises: InvalidArgument if the grant is not live any more."""
-        with self._in_hand.lock:
-            target = self._target(grant, offset, len(data))
-            self._in_hand.begin(grant)
-        self._scatter(target, offset, data)
-        self._finish(grant, target, offset, len(data))
+        assert self._events is not None
+        self._targets.take(grant, offset, data, self._scatter, self._events)
 
     def _scatter(self, target: Target, offset: int, data: memoryview) -> None:
         target.scatter(self._pool, offset, data)
-
-    def _finish(self, grant: GrantId, target: Target, offset: int, size: int) -> None:
-        assert self._events is not None
-        with self._in_hand.lock:
-            stopped = self._in_hand.end()
-            target.received.add(offset, offset + size)
-            is_complete = target.is_complete
-            if is_complete:
-                self._targets.pop(grant, None)  # nothing may be written into landed blocks
-        if stopped:
-            self._events.reader_idle(grant)
-        elif is_complete:
-            self._events.all_in(grant)
 
 
 def _bytes_at(address: int, size: int) -> memoryview:

@@ -1,19 +1,18 @@
 """P's side of the ucx transport: one UCX worker and one thread for each session."""
 
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 import zmq
 
 from kvrelay.connector import wire
-from kvrelay.connector.loop import Loop, Timer
+from kvrelay.connector.loop import Timer
 from kvrelay.connector.messages import GrantId
-from kvrelay.connector.transport import ucp
-from kvrelay.connector.transport.base import Copy, Region, WriterEvents
-from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, cut, flat
-from kvrelay.connector.transport.queue import WriteQueue
+from kvrelay.connector.transport import ucp, ucp_library
+from kvrelay.connector.transport.base import Region, WriterEvents
+from kvrelay.connector.transport.link import Links, QueuedLink
+from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, cutter
 from kvrelay.connector.transport.ucx import (
     GREET_S,
     GREETING,
@@ -24,12 +23,6 @@ from kvrelay.connector.transport.ucx import (
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.config import is_loopback
 from kvrelay.engine.errors import Unavailable
-from kvrelay.engine.log import fields, get_logger
-
-log = get_logger(__name__)
-
-_STOP_S = 5.0
-_HUNG_UP = "hung up"
 
 
 class UcxWriter:
@@ -45,8 +38,8 @@ class UcxWriter:
         self._clock = clock
         self._rdma_only = rdma_only
         self._insecure = insecure
-        self._library = ucp.Library()
-        self._links: list[UcxLink] = []
+        self._library = ucp_library.Library()
+        self._links: Links[UcxLink] = Links(NAME)
 
     def reaches(self, address: str) -> bool:
         try:
@@ -55,72 +48,39 @@ class UcxWriter:
             return False
         if not self._insecure and not is_loopback(host):
             return False
-        return not self._rdma_only or (rdma and ucp.has_rdma())
+        return not self._rdma_only or (rdma and ucp_library.has_rdma())
 
     def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> "UcxLink":
-        self._links = [link for link in self._links if link.is_running()]
         ucp.sweep(self._library)
-        link = UcxLink(self._region, self._clock, self._library, session_nonce, address, events)
-        self._links.append(link)
-        return link
+        return self._links.start(UcxLink(self._region, self._clock, self._library, session_nonce, address, events))
 
     def close(self) -> None:
-        for link in self._links:
-            link.close()
-        num_stuck = sum(not link.join(_STOP_S) for link in self._links)
+        self._links.close()
         ucp.sweep(self._library)
-        if num_stuck:
-            log.error("writers_stuck", extra=fields(transport=NAME, num_threads=num_stuck))
 
 
-class UcxLink:
-    """One data connection to a D. `write`, `stop` and `close` may be called from any thread."""
+class UcxLink(QueuedLink[Piece]):
+    """One data connection to a D."""
 
     def __init__(
         self,
         region: Region,
         clock: Clock,
-        library: ucp.Library,
+        library: ucp_library.Library,
         session_nonce: bytes,
         address: str,
         events: WriterEvents,
     ) -> None:
-        self._pool = flat(region)
-        self._block_bytes = region.shape[1]
+        super().__init__(NAME, clock, session_nonce, address, events, cutter(region))
         self._library = library
-        self._session_nonce = session_nonce
-        self._address = address
-        self._events = events
-        self._queue: WriteQueue[Piece] = WriteQueue()
         self._context: ucp.Context | None = None
         self._worker: ucp.Worker | None = None
         self._is_greeted = False
         self._failure = ""
+        self._is_over = False
         self._timer: Timer | None = None
         self._free: deque[Region] = deque()  # buffers that UCX is done with
         self._num_buffers = 0
-        self._loop = Loop(f"kv-write-{NAME}", clock)
-        self._loop.start()
-        self._loop.post(self._dial)
-
-    def write(self, grant: GrantId, copies: Sequence[Copy]) -> None:
-        self._queue.put(grant, cut(copies, self._pool, self._block_bytes))
-        self._loop.post(self._drive)
-
-    def stop(self, grant: GrantId) -> bool:
-        return self._queue.stop(grant)
-
-    def close(self) -> None:
-        self._queue.clear()
-        self._loop.post(self._end)
-        self._loop.stop(0)
-
-    def is_running(self) -> bool:
-        return self._loop.is_running()
-
-    def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended; after `close` only."""
-        return self._loop.stop(timeout_s)
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -129,14 +89,14 @@ class UcxLink:
             host, port, _rdma = parse_address(self._address)
             self._context = ucp.Context(self._library, is_local=is_loopback(host))
             self._worker = ucp.Worker(self._context, _ignore, self._lose)
-            self._loop.watch(self._worker.fileno(), zmq.POLLIN, self._drive)
+            self._loop.watch(self._worker.fileno(), zmq.POLLIN, self._work)
             self._worker.connect(host, port)
         except (Unavailable, ValueError) as error:
             self._fail(str(error))
             return
         self._timer = self._loop.call_in(GREET_S, self._expired)
         self._worker.send(GREETING + self._session_nonce, 0, 0, self._greeted)
-        self._drive()
+        self._work()
 
     def _greeted(self, ok: bool) -> None:
         """D has the nonce, or will have it before any piece."""
@@ -153,7 +113,7 @@ class UcxLink:
         """UCX is calling: the worker is closed when it has returned."""
         self._failure = self._failure or reason
 
-    def _drive(self) -> None:
+    def _work(self) -> None:
         """Let UCX and the queue go on as far as they can without waiting."""
         if self._worker is None:
             return
@@ -163,7 +123,7 @@ class UcxLink:
         if self._failure:
             self._fail(f"the data connection ended: {self._failure}")
         elif not is_idle:
-            self._loop.post(self._drive)
+            self._loop.post(self._work)
 
     def _write_piece(self) -> bool:
         """Whether there was one, and room for it."""
@@ -208,26 +168,20 @@ class UcxLink:
             self._lose("a piece could not be sent")
 
     def _fail(self, reason: str) -> None:
-        if self._hang_up():
-            self._events.write_failed(self._session_nonce, reason)
+        if not self._is_over:
+            super()._fail(reason)
 
-    def _end(self) -> None:
-        self._hang_up()
-
-    def _hang_up(self) -> bool:
-        """Whether this was the first time."""
+    def _hang_up(self) -> None:
+        self._is_over = True
         if self._timer is not None:
             self._timer.cancel()
         if self._worker is not None:
             self._loop.unwatch(self._worker.fileno())
             worker, self._worker = self._worker, None
             worker.close()
-        first = self._failure != _HUNG_UP
-        self._failure = _HUNG_UP
         if self._context is not None:
             self._context.close()
             self._context = None
-        return first
 
 
 def _ignore(header: bytes, data: int, size: int, is_announced: bool) -> None:

@@ -13,10 +13,10 @@ from kvrelay.connector import curve, wire
 from kvrelay.connector.loop import Loop
 from kvrelay.connector.messages import Endpoint, GrantId
 from kvrelay.connector.sockets import Monitored, Prober, Sent, dealer, join_address, listen, send_to
-from kvrelay.connector.transport.base import Copy, ReaderEvents, Region, WriterEvents
-from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, cut, flat
-from kvrelay.connector.transport.queue import InHand, WriteQueue
-from kvrelay.connector.transport.target import Target
+from kvrelay.connector.transport.base import ReaderEvents, Region, WriterEvents
+from kvrelay.connector.transport.link import Links, QueuedLink
+from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, cutter, flat
+from kvrelay.connector.transport.target import Target, Targets
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import ConfigError, InvalidArgument, KvrelayError
 from kvrelay.engine.log import fields, get_logger
@@ -44,29 +44,22 @@ class ZmqWriter:
         self._secret = secret
         self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._links: list[ZmqLink] = []
+        self._links: Links[ZmqLink] = Links(NAME)
 
     def reaches(self, address: str) -> bool:
         return True
 
     def connect(self, session_nonce: bytes, address: str, events: WriterEvents) -> "ZmqLink":
-        self._links = [link for link in self._links if link.is_running()]
         link = ZmqLink(self._region, self._clock, self._secret, self._context, session_nonce, address, events)
-        self._links.append(link)
-        return link
+        return self._links.start(link)
 
     def close(self) -> None:
-        for link in self._links:
-            link.close()
-        num_stuck = sum(not link.join(_STOP_S) for link in self._links)
-        if num_stuck == 0:
+        if self._links.close():
             self._context.term()
-        else:
-            log.error("writers_stuck", extra=fields(transport=NAME, num_threads=num_stuck))
 
 
-class ZmqLink:
-    """One data connection to a D. `write`, `stop` and `close` may be called from any thread."""
+class ZmqLink(QueuedLink[Piece]):
+    """One data connection to a D."""
 
     def __init__(
         self,
@@ -78,38 +71,11 @@ class ZmqLink:
         address: str,
         events: WriterEvents,
     ) -> None:
-        self._pool = flat(region)
-        self._block_bytes = region.shape[1]
+        super().__init__(NAME, clock, session_nonce, address, events, cutter(region))
         self._secret = secret
         self._context = context
-        self._session_nonce = session_nonce
-        self._address = address
-        self._events = events
-        self._queue: WriteQueue[Piece] = WriteQueue()
         self._connection: Monitored | None = None
         self._is_greeted = False
-        self._loop = Loop(f"kv-write-{NAME}", clock)
-        self._loop.start()
-        self._loop.post(self._dial)
-
-    def write(self, grant: GrantId, copies: Sequence[Copy]) -> None:
-        self._queue.put(grant, cut(copies, self._pool, self._block_bytes))
-        self._loop.post(self._watch)
-
-    def stop(self, grant: GrantId) -> bool:
-        return self._queue.stop(grant)
-
-    def close(self) -> None:
-        self._queue.clear()
-        self._loop.post(self._hang_up)
-        self._loop.stop(0)
-
-    def is_running(self) -> bool:
-        return self._loop.is_running()
-
-    def join(self, timeout_s: float) -> bool:
-        """Whether the thread has ended; after `close` only."""
-        return self._loop.stop(timeout_s)
 
     # --- the thread ----------------------------------------------------------------------------------------------
 
@@ -134,9 +100,9 @@ class ZmqLink:
         """The first message only tells D that the connection is there; its routing id says which session's."""
         self._is_greeted = True
         self._send([b""])
-        self._watch()
+        self._work()
 
-    def _watch(self) -> None:
+    def _work(self) -> None:
         """Wait for room while there is something to write, and for D's probes always."""
         if self._connection is not None and self._is_greeted:
             self._connection.watch(zmq.POLLIN | (zmq.POLLOUT if self._queue else 0), self._ready)
@@ -152,7 +118,7 @@ class ZmqLink:
             if not events & zmq.POLLOUT:
                 return
             if not self._write_piece():
-                self._watch()
+                self._work()
                 return
 
     def _write_piece(self) -> bool:
@@ -182,10 +148,6 @@ class ZmqLink:
             return False
         return True
 
-    def _fail(self, reason: str) -> None:
-        self._hang_up()
-        self._events.write_failed(self._session_nonce, reason)
-
     def _hang_up(self) -> None:
         if self._connection is not None:
             self._connection.close()
@@ -213,7 +175,6 @@ class ZmqReader:
         is_curve = curve.is_due(secret, bind, advertise or bind)
         self.num_dropped = 0
         self._pool = flat(region)
-        self._block_bytes = region.shape[1]
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._socket, bound_port = listen(
@@ -230,8 +191,7 @@ class ZmqReader:
         address = join_address(advertise or bind, bound_port)
         self.endpoint = Endpoint(NAME, curve.SCHEME + address if is_curve else address)
         self._events: ReaderEvents | None = None
-        self._in_hand = InHand()  # its lock guards the next two as well
-        self._targets: dict[GrantId, Target] = {}
+        self._targets = Targets(region.shape[1])  # their lock guards the next as well
         self._connections: dict[bytes, _Connection] = {}  # by routing id
         self._monitored: Monitored | None = None
         self._loop = Loop(f"kv-read-{NAME}", clock)
@@ -243,21 +203,18 @@ class ZmqReader:
         self._loop.post(self._listen)
 
     def begin_session(self, session_nonce: bytes) -> None:
-        with self._in_hand.lock:
+        with self._targets.lock:
             self._connections[_routing_id(session_nonce)] = _Connection(session_nonce)
 
     def end_session(self, session_nonce: bytes) -> None:
-        with self._in_hand.lock:
+        with self._targets.lock:
             self._connections.pop(_routing_id(session_nonce), None)
 
     def accept(self, grant: GrantId, block_ids: Sequence[int], size: int | None = None) -> None:
-        with self._in_hand.lock:
-            self._targets[grant] = Target.of(block_ids, self._block_bytes, size)
+        self._targets.accept(grant, block_ids, size)
 
     def stop(self, grant: GrantId) -> bool:
-        with self._in_hand.lock:
-            self._targets.pop(grant, None)
-            return self._in_hand.stop(grant)
+        return self._targets.stop(grant)
 
     def close(self) -> None:
         if not self._loop.is_running():  # D could not start
@@ -303,17 +260,11 @@ class ZmqReader:
         data = memoryview(frames[1].buffer)
         if len(data) != size:
             raise InvalidArgument("size", size, f"the piece has {len(data)} bytes")
-        with self._in_hand.lock:
-            target = self._targets.get(grant)
-            if target is None:
-                raise InvalidArgument("grant", grant.key, "is not live")
-            target.check(offset, size)
-            self._in_hand.begin(grant)
-        self._scatter(target, offset, data)
-        self._finish(grant, target, offset, size)
+        assert self._events is not None
+        self._targets.take(grant, offset, data, self._scatter, self._events)
 
     def _greeted(self, routing_id: bytes) -> None:
-        with self._in_hand.lock:
+        with self._targets.lock:
             connection = self._connections.get(routing_id)
             if connection is not None:
                 connection.is_up = True
@@ -321,24 +272,11 @@ class ZmqReader:
     def _scatter(self, target: Target, offset: int, data: memoryview) -> None:
         target.scatter(self._pool, offset, data)
 
-    def _finish(self, grant: GrantId, target: Target, offset: int, size: int) -> None:
-        assert self._events is not None
-        with self._in_hand.lock:
-            stopped = self._in_hand.end()
-            target.received.add(offset, offset + size)
-            is_complete = target.is_complete
-            if is_complete:
-                self._targets.pop(grant, None)  # nothing may be written into landed blocks
-        if stopped:
-            self._events.reader_idle(grant)
-        elif is_complete:
-            self._events.all_in(grant)
-
     def _probe(self) -> None:
         """Some connection has ended: find out which, after what came before the end."""
         assert self._events is not None
         self._read()
-        with self._in_hand.lock:
+        with self._targets.lock:
             up = [(routing_id, c) for routing_id, c in self._connections.items() if c.is_up]
         for routing_id, connection in up:
             if send_to(self._socket, routing_id, b"") is Sent.GONE:

@@ -19,7 +19,7 @@ from support.ucx_process import GRANT, NONCE, NUM_BLOCKS, copies
 
 from kvrelay.connector import wire
 from kvrelay.connector.factory import make_receiver, make_sender
-from kvrelay.connector.transport import ucp
+from kvrelay.connector.transport import ucp, ucp_library
 from kvrelay.connector.transport.base import Copy
 from kvrelay.connector.transport.pieces import PIECE_BYTES
 from kvrelay.connector.transport.ucx import GREETING, MAX_PIECES, format_address, parse_address
@@ -70,7 +70,7 @@ class RawPeer:
     def __init__(self, address, greeting=GREETING + NONCE):
         self.lost = []
         self.results = []
-        self.context = ucp.Context(ucp.Library(), is_local=True)
+        self.context = ucp.Context(ucp_library.Library(), is_local=True)
         self.worker = ucp.Worker(self.context, lambda *message: None, self.lost.append)
         self.worker.connect(*parse_address(address)[:2])
         if greeting is not None:
@@ -392,7 +392,7 @@ def test_nobody_at_the_address_is_a_failed_write():
 
 
 def test_auto_reaches_only_where_both_have_rdma_and_beyond_loopback_only_if_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(ucp, "INFINIBAND", tmp_path)
+    monkeypatch.setattr(ucp_library, "INFINIBAND", tmp_path)
     here, there = "127.0.0.1:1", "10.0.0.1:1"
     named = UcxWriter(big(), MonotonicClock())
     auto = UcxWriter(big(), MonotonicClock(), rdma_only=True, insecure=True)
@@ -411,8 +411,8 @@ def test_beyond_loopback_ucx_is_offered_only_if_told_so():
 
 
 def test_without_libucp_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(ucp, "_load_system", lambda: None)
-    monkeypatch.setattr(ucp, "_load_wheel", lambda: None)
+    monkeypatch.setattr(ucp_library, "_load_system", lambda: None)
+    monkeypatch.setattr(ucp_library, "_load_wheel", lambda: None)
     with pytest.raises(ConfigError, match=r"kvrelay\[ucx\]"):
         make_sender(region=np.zeros((4, LAYOUT.block_bytes), np.uint8), transport="ucx", **COMMON)
 
@@ -440,4 +440,4 @@ print("libucp.so" in open("/proc/self/maps").read())
 """
     environment = os.environ | {"PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment, timeout=60)
-    assert done.stdout.strip() == str(ucp.has_rdma())
+    assert done.stdout.strip() == str(ucp_library.has_rdma())

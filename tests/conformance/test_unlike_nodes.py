@@ -220,7 +220,7 @@ def test_an_end_while_d_widens_waits_for_it(make, end):
     """D's blocks are given back when its own thread has left them, whatever P says or does meanwhile."""
     pair = make(4, 8, DTYPES[4])
     gate = threading.Event()
-    pair.receiver._finisher.post(gate.wait)
+    pair.receiver._finisher._loop.post(gate.wait)
     key = pair.begin("r", 20, wanted_ranges(pair, 20))
     pair.push(key, 0, 20)
     pair.commit(key)

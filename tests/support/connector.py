@@ -30,7 +30,7 @@ from kvrelay.connector.receiver import Receiver
 from kvrelay.connector.sender import Sender
 from kvrelay.connector.session import Identity
 from kvrelay.connector.transport.inproc import InprocHub
-from kvrelay.connector.transport.ucp import has_libucp
+from kvrelay.connector.transport.ucp_library import has_libucp
 from kvrelay.engine.clock import FakeClock, MonotonicClock
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.request import OutputToken, RequestKey
