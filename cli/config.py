@@ -9,6 +9,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from kvrelay.cli.bench_workload import parse_lengths
 from kvrelay.engine.config import EngineConfig, KvTransferDtype, KvTransport, check_port, parse_size
 from kvrelay.engine.errors import ConfigError
+from kvrelay.node.config import check_data_tls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,12 @@ class UpConfig(EngineConfig):
     """What moves KV between the nodes; auto: the fastest that they have."""
     kv_transfer_dtype: KvTransferDtype = "auto"
     """In what KV travels between the nodes; auto: as it is; bfloat16, int8, fp8: fewer bytes, not exact."""
+    data_tls_cert: str = ""
+    """PEM file of the nodes' certificate for KV over TCP with TLS; the three data-tls files go together."""
+    data_tls_key: str = ""
+    """PEM file of that certificate's key."""
+    data_tls_ca: str = ""
+    """PEM file of the authority that has signed it."""
     port: int = 0
     """Port of the router's gRPC; 0: 7070, or any free one where that is taken."""
     http_port: int = 0
@@ -45,6 +52,7 @@ class UpConfig(EngineConfig):
             raise ConfigError(f"decode = {self.decode}: must be at least 1")
         check_port("port", self.port)
         check_port("http_port", self.http_port, or_none=True)
+        check_data_tls(self.data_tls_cert, self.data_tls_key, self.data_tls_ca)
         for name in ("drain_timeout_s", "ready_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")

@@ -254,6 +254,9 @@ def node_arguments(config: UpConfig, router: str, num_cores: int) -> list[tuple[
     """Each node's name and command line, the prefill nodes first."""
     common = [*engine_flags(config), "--router", router, "--drain-timeout-s", str(config.drain_timeout_s)]
     common += ["--kv-transport", config.kv_transport, "--kv-transfer-dtype", config.kv_transfer_dtype]
+    if config.data_tls_cert:
+        common += ["--data-tls-cert", config.data_tls_cert, "--data-tls-key", config.data_tls_key]
+        common += ["--data-tls-ca", config.data_tls_ca]
     told = []
     for role, count in (("prefill", config.prefill), ("decode", config.decode)):
         shares = [config.threads] * count if config.threads else divide_cores(num_cores, count)

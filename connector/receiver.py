@@ -303,7 +303,10 @@ class Receiver:
 
     def _finished_two_sided(self, transfer: Incoming, ok: bool) -> None:
         with self._lock:
-            self._transfers.put_down(transfer, E.ALL_IN if ok else E.DATA_FAILED, FailReason.DATA_FAILED)
+            if ok:
+                self._transfers.put_down(transfer, E.ALL_IN)
+            else:
+                self._transfers.put_down(transfer, E.DATA_FAILED, FailReason.DATA_FAILED)
 
     def _finished_one_sided(self, transfer: Incoming, ok: bool) -> None:
         with self._lock:

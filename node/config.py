@@ -43,6 +43,10 @@ class NodeConfig(EngineConfig):
             raise ConfigError("router: at least one address is needed")
         check_port("port", self.port)
         check_advertise(self.bind, self.advertise)
-        files = (self.data_tls_cert, self.data_tls_key, self.data_tls_ca)
-        if any(files) and not all(files):
-            raise ConfigError("data_tls_cert, data_tls_key, data_tls_ca: all three or none")
+        check_data_tls(self.data_tls_cert, self.data_tls_key, self.data_tls_ca)
+
+
+def check_data_tls(*files: str) -> None:
+    """Raises: ConfigError."""
+    if any(files) and not all(files):
+        raise ConfigError("data_tls_cert, data_tls_key, data_tls_ca: all three or none")

@@ -11,6 +11,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,8 @@ _MAX_READS = 256  # messages handled before others have their turn
 _PAUSE_S = 1.0  # without room for another descriptor
 _SAY_END_S = 0.1  # after a connection's end: what P said before it on the control connection comes first
 _STOP_S = 5.0
+_PREFIX, _SOCKET = "kvrelay-", "pool"
+_SWEPT_AFTER_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -249,11 +252,12 @@ def _listen() -> tuple[str, socket.socket]:
     """A folder that only this user can enter, and a socket in it. Raises: ConfigError."""
     reason = ""
     for parent in _runtime_folders():
+        _sweep(parent)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         folder = ""
         try:
-            folder = tempfile.mkdtemp(prefix="kvrelay-", dir=parent)
-            path = os.path.join(folder, "pool")
+            folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+            path = os.path.join(folder, _SOCKET)
             listener.bind(path)  # an OSError too where the path is too long for a socket
             os.chmod(path, 0o600)
             listener.listen(_BACKLOG)
@@ -264,6 +268,33 @@ def _listen() -> tuple[str, socket.socket]:
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
     raise ConfigError(f"cannot listen for shared memory: {reason}")
+
+
+def _sweep(parent: str) -> None:
+    """Remove what readers of this user left behind that were killed: sockets at which nobody listens any more.
+
+    A process id would not tell: the folder may be shared with other containers, whose processes are out of sight.
+    """
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False) and _is_left_behind(entry):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(entry.path, _SOCKET))
+                    os.rmdir(entry.path)
+
+
+def _is_left_behind(folder: "os.DirEntry[str]") -> bool:
+    found = folder.stat(follow_symlinks=False)
+    if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _SWEPT_AFTER_S:  # it may be about to listen
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as caller:
+        try:
+            caller.connect(os.path.join(folder.path, _SOCKET))
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # it is full, or no folder of ours
+            return False
+    return False
 
 
 def _runtime_folders() -> Iterator[str]:

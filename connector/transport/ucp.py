@@ -35,6 +35,7 @@ _ANNOUNCED = 1 << 17
 _OP_CALLBACK, _OP_USER_DATA, _OP_FLAGS, _OP_MEMORY_TYPE = 1 << 1, 1 << 2, 1 << 4, 1 << 6
 _MEMORY_HOST = 0
 _MESSAGE_ID = 7
+MAX_UNCLOSED = 32  # workers set aside for frozen peers, with at most 4 MiB of our buffers each
 _MAX_ROUNDS = 64  # of progress, before the thread's other callers have their turn
 _CLOSE_S = 0.1  # for UCX to let go of a connection; to a frozen peer it takes as long as the peer is frozen
 # With error handling on, UCX uses shared memory only where it is told that these can bear a peer's death; without it,
@@ -108,6 +109,8 @@ class Worker:
         on_error: Callable[[str], None],
     ) -> None:
         self._library = context.libucp
+        if len(self._library.unclosed) >= MAX_UNCLOSED:
+            raise Unavailable(f"{MAX_UNCLOSED} connections to peers that stand still are not closed yet")
         self._context = context
         self._on_message = on_message
         self._on_error = on_error

@@ -149,9 +149,10 @@ class UcxReader:
             connection.worker = ucp.Worker(
                 self._context, partial(self._on_message, connection), partial(self._lose, connection)
             )
-        except Unavailable:
+        except Unavailable as error:
+            log.error("connection_refused", extra=fields(transport=NAME, error=error.message))
             self._listener.reject(request)
-            raise
+            return
         self._connections.append(connection)
         self._loop.watch(connection.worker.fileno(), zmq.POLLIN, partial(self._drive, connection))
         connection.timer = self._loop.call_in(GREET_S, partial(self._hang_up, connection))

@@ -204,6 +204,13 @@ def test_a_used_key_is_refused_in_the_same_session(pair):
     pair.run("r2", B, [(0, B, (1,))])
 
 
+def test_a_used_key_that_is_called_for_again_fails_for_no_fault_of_the_first_transfer(pair):
+    key = pair.run("r", B, [(0, B, (1,))])
+    pair.expect("r", B)
+    failed = pair.d.wait(Failed, key)
+    assert (failed.reason, failed.retryable) == (FailReason.UNKNOWN, False)
+
+
 def test_a_new_attempt_runs_beside_the_old_one(pair):
     first = pair.begin("r", B, [(0, B, (1,))])
     second = pair.offer("r", B, attempt=1)

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -547,3 +548,26 @@ def test_blocks_of_a_lost_session_come_back_when_p_has_unmapped_the_pool():
     pair.p.wait(SessionLost)
     pair.p.wait(Released, key)
     pair.close()
+
+
+def test_what_a_killed_reader_left_behind_is_removed_at_the_next_start_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+    def begin(name, *, hours_ago):
+        folder = tmp_path / f"kvrelay-{name}"
+        folder.mkdir()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(folder / "pool"))
+        listener.listen(1)
+        os.utime(folder, (time.time() - 3600 * hours_ago,) * 2)
+        return listener
+
+    begin("killed", hours_ago=1).close()
+    begin("just-now", hours_ago=0).close()
+    (tmp_path / "kvrelay-empty").mkdir()
+    with contextlib.closing(begin("alive", hours_ago=1)):
+        region, descriptor = shared_region((4, BLOCK))
+        reader = ShmReader(region, descriptor, MonotonicClock(), "s")
+        left = {path.name for path in tmp_path.iterdir()} - {Path(reader._folder).name}
+        reader.close()
+    assert left == {"kvrelay-just-now", "kvrelay-empty", "kvrelay-alive"}

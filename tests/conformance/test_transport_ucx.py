@@ -377,6 +377,26 @@ def test_a_frozen_reader_costs_a_bounded_number_of_buffers_and_holds_up_neither_
         writer.close()
 
 
+def test_with_too_many_connections_to_frozen_peers_no_new_one_is_made():
+    class Frozen:
+        def try_destroy(self):
+            return self.is_awake
+
+        is_awake = False
+
+    with reading() as d:
+        writer, events = UcxWriter(big(), MonotonicClock()), Recorder()
+        frozen = [Frozen() for _ in range(ucp.MAX_UNCLOSED)]
+        writer._library.unclosed.extend(frozen)
+        writer.connect(NONCE, d.address, events)
+        wait_until(lambda: events.count("write_failed", NONCE))
+        frozen[0].is_awake = True
+        link = writer.connect(NONCE, d.address, events)
+        wait_until(lambda: link._is_greeted)
+        writer._library.unclosed.clear()
+        writer.close()
+
+
 def test_nobody_at_the_address_is_a_failed_write():
     with reading() as d:
         address = d.address

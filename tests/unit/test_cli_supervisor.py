@@ -49,6 +49,16 @@ def test_nodes_are_told_what_up_was_told() -> None:
     assert tyro.cli(DecodeConfig, args=decode[1][1:]) == DecodeConfig(name="decode-0", threads=2, **shared)
 
 
+def test_the_files_of_the_data_path_s_tls_are_passed_on_and_one_alone_is_refused() -> None:
+    files = {"data_tls_cert": "c.pem", "data_tls_key": "k.pem", "data_tls_ca": "a.pem"}
+    roles = node_arguments(UpConfig(**files), "127.0.0.1:7070", num_cores=2)
+    for kind, (_, arguments) in zip((PrefillConfig, DecodeConfig), roles, strict=True):
+        told = tyro.cli(kind, args=arguments[1:])
+        assert {name: getattr(told, name) for name in files} == files
+    with pytest.raises(ConfigError, match="all three or none"):
+        UpConfig(data_tls_key="k.pem")
+
+
 def test_threads_that_are_given_hold_for_each_node() -> None:
     prefill, decode = node_arguments(UpConfig(threads=3), "127.0.0.1:7070", num_cores=64)
     assert tyro.cli(DecodeConfig, args=decode[1][1:]).threads == 3
