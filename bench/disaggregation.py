@@ -27,9 +27,9 @@ import tyro
 from peers import peers
 
 from kvrelay.cli import bench_report as report, bench_serve
+from kvrelay.cli.bench_config import ServeBenchConfig
 from kvrelay.cli.bench_statistics import Limits, summarise, summarise_ms
 from kvrelay.cli.client import RouterClient
-from kvrelay.cli.config import ServeBenchConfig
 
 # Flags of `kvrelay up`, by what the picture calls them. The second computes prompts in steps as large as the first's,
 # the third in small ones, between which others get a token.

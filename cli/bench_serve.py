@@ -11,10 +11,10 @@ from dataclasses import asdict
 from tqdm import tqdm
 
 from kvrelay.cli import bench_report as report
+from kvrelay.cli.bench_config import ServeBenchConfig
 from kvrelay.cli.bench_statistics import Limits, Record, summarise
 from kvrelay.cli.bench_workload import Prompt, Workload, parse_lengths, poisson_arrivals
 from kvrelay.cli.client import ModelView, Piece, RouterClient
-from kvrelay.cli.config import ServeBenchConfig
 from kvrelay.cli.load import Ask, Load, LoopTimer, within
 from kvrelay.cli.main import ExitCode, exit_code
 from kvrelay.engine.errors import RemoteError, Unavailable

@@ -1,6 +1,6 @@
 """A client of the router's gRPC: the one place here that knows the generated classes."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -95,6 +95,14 @@ class NodeView:
     sessions: tuple[str, ...]  # epochs of the decode nodes that a prefill node can push to
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One turn of a conversation, for the model's chat template."""
+
+    role: str  # "system", "user" or "assistant", or what else the template knows
+    content: str
+
+
 class RouterClient:
     """One connection to one router. Every method raises KvrelayError: RemoteError, or Unavailable without a router."""
 
@@ -115,7 +123,7 @@ class RouterClient:
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Sequence[ChatMessage],
         *,
         raw: bool = False,
         model: str = "",
@@ -123,8 +131,8 @@ class RouterClient:
         priority: int = 0,
         cache_salt: str = "",
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Piece]:
-        """Stream one answer to a user's message, to a raw text, or to token ids.
+    ) -> AsyncGenerator[Piece, None]:
+        """Stream one answer to a user's message, to a raw text, to token ids, or to a whole conversation.
 
         `sampling` by SamplingParams' field names; a field that is absent has its default.
         """
@@ -135,12 +143,16 @@ class RouterClient:
             cache_salt=cache_salt,
             timeout_s=timeout_s,
         )
-        if not isinstance(prompt, str):
-            request.token_ids.ids.extend(prompt)
-        elif raw:
+        if isinstance(prompt, str) and raw:
             request.text = prompt
-        else:
+        elif isinstance(prompt, str):
             request.chat.messages.add(role="user", content=prompt)
+        else:
+            for part in prompt:
+                if isinstance(part, ChatMessage):
+                    request.chat.messages.add(role=part.role, content=part.content)
+                else:
+                    request.token_ids.ids.append(part)
         deadline_s = None if timeout_s is None else timeout_s + _DEADLINE_MARGIN_S
         try:
             async for response in self._inference.Generate(request, timeout=deadline_s):
@@ -162,6 +174,20 @@ class RouterClient:
             eos_token_ids=tuple(told.eos_token_ids),
             bos_token_id=told.bos_token_id if told.HasField("bos_token_id") else None,
         )
+
+    async def tokenize(self, prompt: str | Sequence[ChatMessage], *, timeout_s: float) -> tuple[int, ...]:
+        """The tokens of a text as it is, or of a conversation in the model's chat template."""
+        request = inference_pb2.TokenizeRequest()
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            for message in prompt:
+                request.chat.messages.add(role=message.role, content=message.content)
+        try:
+            told = await self._inference.Tokenize(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._translate(error) from error
+        return tuple(told.token_ids)
 
     async def nodes(self, *, timeout_s: float) -> tuple[NodeView, ...]:
         """Who is registered now."""

@@ -6,7 +6,6 @@ from typing import Annotated, get_args
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from kvrelay.cli.bench_workload import parse_lengths
 from kvrelay.engine.config import EngineConfig, KvTransferDtype, KvTransport, check_port, parse_size
 from kvrelay.engine.errors import ConfigError
 from kvrelay.node.config import check_data_tls
@@ -69,18 +68,9 @@ class DemoConfig(UpConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """Sends prompts to a router and streams the answers; limits that are not given are left to the router."""
+class SamplingFlags:
+    """How answers are drawn; limits that are not given are left to the router."""
 
-    prompt: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT ...", help_behavior_hint="")]
-    """Each is a user's message, in the model's chat template; they run at once, and the answers are shown in order. A
-    - reads one from standard input."""
-    router: str = "127.0.0.1:7070"
-    """Address of the router."""
-    model: str = ""
-    """Model that is asked for; empty: whatever is served."""
-    raw: bool = False
-    """Send each prompt as it is, without the chat template."""
     max_tokens: int | None = None
     """Most tokens of an answer; by default as many as the context allows."""
     min_tokens: int | None = None
@@ -109,28 +99,56 @@ class GenerateConfig:
     """Go on after the model's end of text."""
     bad_words: UseAppendAction[tuple[str, ...]] = ()
     """Word that shall not be in an answer; may be given several times."""
+    priority: int = 0
+    """Lower runs first; waiting makes up for it."""
+    timeout_s: float | None = None
+    """Time limit of each answer."""
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s = {self.timeout_s}: must be positive")
+
+    def sampling(self) -> dict[str, object]:
+        """The sampling parameters to send, by their names on the wire."""
+        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+        limits = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        names = (*limits, *penalties)
+        given: dict[str, object] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        lists = ("stop", "stop_token_ids", "bad_words")
+        given |= {name: list(getattr(self, name)) for name in lists if getattr(self, name)}
+        return given | ({"ignore_eos": True} if self.ignore_eos else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SamplingFlags):
+    """Sends prompts to a router and streams the answers; limits that are not given are left to the router."""
+
+    prompt: Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT ...", help_behavior_hint="")]
+    """Each is a user's message, in the model's chat template; they run at once, and the answers are shown in order. A
+    - reads one from standard input."""
+    router: str = "127.0.0.1:7070"
+    """Address of the router."""
+    model: str = ""
+    """Model that is asked for; empty: whatever is served."""
+    raw: bool = False
+    """Send each prompt as it is, without the chat template."""
     n: int = 1
     """Answers to each prompt; with a temperature they differ. The first is shown as it comes, the others behind it."""
     logprobs: int | None = None
     """With --json: show each token's log-probability, and those of this many likeliest tokens in its place."""
     prompt_logprobs: int | None = None
     """With --json: the same for the prompt's tokens."""
-    priority: int = 0
-    """Lower runs first; waiting makes up for it."""
-    timeout_s: float | None = None
-    """Time limit of each answer."""
     json: bool = False
     """Print one JSON object a line and answer: text, token_ids, finish_reason, usage, timings, handoff."""
     timings: bool = False
     """Show on standard error where each answer's time went."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.prompt:
             raise ConfigError("prompt: at least one is needed")
         if self.prompt.count("-") > 1:
             raise ConfigError("prompt: standard input can be read only once")
-        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
-            raise ConfigError(f"timeout_s = {self.timeout_s}: must be positive")
         if self.n < 1:
             raise ConfigError(f"n = {self.n}: must be at least 1")
         for name in ("logprobs", "prompt_logprobs"):
@@ -138,14 +156,49 @@ class GenerateConfig:
                 raise ConfigError(f"{name}: only --json shows them")
 
     def sampling(self) -> dict[str, object]:
-        """The sampling parameters to send, by their names on the wire."""
-        penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-        limits = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-        names = (*limits, *penalties, "logprobs", "prompt_logprobs")
-        given: dict[str, object] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        lists = ("stop", "stop_token_ids", "bad_words")
-        given |= {name: list(getattr(self, name)) for name in lists if getattr(self, name)}
-        return given | ({"ignore_eos": True} if self.ignore_eos else {}) | ({"n": self.n} if self.n > 1 else {})
+        names = ("logprobs", "prompt_logprobs")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return super().sampling() | given | ({"n": self.n} if self.n > 1 else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(SamplingFlags):
+    """Talks with the model through a router. At a terminal: lines are edited as in a shell, Ctrl-C stops an answer and
+    no more, Ctrl-D leaves, /help lists the rest. With standard input from a pipe or a file, each line is a turn."""
+
+    router: str = "127.0.0.1:7070"
+    """Address of the router."""
+    model: str = ""
+    """Model that is asked for; empty: whatever is served."""
+    system: str = ""
+    """What the model is told before the conversation."""
+    temperature: float = 0.7
+    """Randomness; 0: always the likeliest token, so that /retry says the same again."""
+    stats: bool | None = None
+    """Show each answer's tokens a second and time to first token; by default at a terminal only."""
+    history: bool = True
+    """Keep what was typed for the next time, in ~/.local/state/kvrelay (or $XDG_STATE_HOME)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopConfig:
+    """Shows the cluster as it works: the router, its nodes, their KV and queues. q or Ctrl-C leaves."""
+
+    router: str = "127.0.0.1:7070"
+    """Address of the router."""
+    interval_s: float = 1.0
+    """Seconds between two looks; nodes report once a second."""
+    once: bool = False
+    """Print one look and end; rates, which take two looks, are left out."""
+    json: bool = False
+    """Print each look as one line of JSON instead."""
+    timeout_s: float = 5.0
+    """How long to wait for the router."""
+
+    def __post_init__(self) -> None:
+        for name in ("interval_s", "timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,68 +242,6 @@ class ModelShowConfig:
 
     def __post_init__(self) -> None:
         parse_size(self.kv_cache_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeBenchConfig:
-    """Puts a load on a running router over gRPC and tells how it bore it. With --rate requests come at times of their
-    own (an open loop, Poisson arrivals); else --concurrency users ask one after the other (a closed loop)."""
-
-    router: str = "127.0.0.1:7070"
-    """Address of the router."""
-    model: str = ""
-    """Model that is asked for; empty: whatever is served."""
-    concurrency: int = 1
-    """Closed loop: requests under way at once."""
-    rate: float = 0.0
-    """Open loop: arrivals a second; 0: a closed loop."""
-    num_prompts: int = 0
-    """Requests to measure; 0: as many as --duration-s allows, or 100 without it."""
-    duration_s: float = 0.0
-    """No request begins after this time; 0: no limit but --num-prompts."""
-    input_len: str = "512"
-    """Prompt tokens behind the shared prefix: N, uniform:LOW:HIGH or lognormal:MEAN:CV (standard deviation / mean)."""
-    output_len: str = "64"
-    """Tokens to generate, in the same forms."""
-    num_prefixes: int = 1
-    """Number of prefixes; each prompt begins with one of them."""
-    prefix_len: int = 0
-    """Tokens of each prefix."""
-    ignore_eos: bool = True
-    """Go on after the model's end of text, so that output lengths are exact."""
-    seed: int = 0
-    """Seed of lengths, prompts and arrivals; the same seed gives the same load."""
-    cache_salt: str = ""
-    """Prompts find only such cached KV as was computed under the same salt; empty: a new one each time, so that a load
-    that comes again finds nothing of the last."""
-    warmup: int = 1
-    """Requests before the measured ones, one after the other, with prompts of their own."""
-    timeout_s: float = 600.0
-    """Time limit of each request."""
-    slo_ttft_ms: float | None = None
-    """Goodput counts requests whose first token came within this time."""
-    slo_tpot_ms: float | None = None
-    """Goodput counts requests whose further tokens took no more than this each."""
-    json: str = ""
-    """File for all figures and each request's as JSON; -: standard output, and the table goes to standard error."""
-
-    def __post_init__(self) -> None:
-        for name in ("concurrency", "num_prefixes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("num_prompts", "prefix_len", "warmup"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must not be negative")
-        for name in ("rate", "duration_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must not be negative")
-        for name in ("timeout_s", "slo_ttft_ms", "slo_tpot_ms"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")
-        if self.rate and self.concurrency > 1:
-            raise ConfigError("rate: an open loop has no --concurrency")
-        parse_lengths("input_len", self.input_len)
-        parse_lengths("output_len", self.output_len)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,8 @@ models:
 
 clients of a router:
   generate    send prompts, stream the answers
+  chat        talk with the model in the terminal
+  top         watch the router and its nodes at work
   health      ask whether a router or a node serves
 
 measurements:
@@ -188,6 +190,24 @@ def _generate(arguments: Sequence[str]) -> int:
     return run(config)
 
 
+def _chat(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import ChatConfig
+
+    config = _parse(ChatConfig, "chat", arguments)
+    from kvrelay.cli.chat import run
+
+    return run(config)
+
+
+def _top(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import TopConfig
+
+    config = _parse(TopConfig, "top", arguments)
+    from kvrelay.cli.top import run
+
+    return run(config)
+
+
 def _health(arguments: Sequence[str]) -> int:
     from kvrelay.cli.config import HealthConfig
 
@@ -243,7 +263,7 @@ def _model_show(arguments: Sequence[str]) -> int:
 
 
 def _bench_serve(arguments: Sequence[str]) -> int:
-    from kvrelay.cli.config import ServeBenchConfig
+    from kvrelay.cli.bench_config import ServeBenchConfig
 
     config = _parse(ServeBenchConfig, "bench serve", arguments)
     from kvrelay.cli.bench_serve import run
@@ -286,6 +306,8 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "prefill": _prefill,
     "decode": _decode,
     "generate": _generate,
+    "chat": _chat,
+    "top": _top,
     "health": _health,
     "model": _model,
     "bench": _bench,

@@ -55,3 +55,13 @@ def _rate(usage: Usage | None, timings: Timings) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def one_line(usage: Usage, timings: Timings) -> str:
+    """What matters while one talks: speed, the wait, and how much of the conversation was still in a cache."""
+    decoding_s = (timings.total_ms - timings.ttft_ms) / 1000
+    rate = f"{(usage.completion_tokens - 1) / decoding_s:.1f} tokens/s, " if decoding_s > 0 else ""
+    return (
+        f"{_count(usage.completion_tokens, 'token')}, {rate}first after {timings.ttft_ms:.0f} ms"
+        f" ({usage.prompt_tokens} in, {usage.cached_tokens} cached)"
+    )

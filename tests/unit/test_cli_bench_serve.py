@@ -8,9 +8,9 @@ import pytest
 from support.fake_router import FakeRouter, serving
 
 from kvrelay.cli import bench_report, bench_serve
+from kvrelay.cli.bench_config import ServeBenchConfig
 from kvrelay.cli.bench_statistics import Limits, Record, summarise
 from kvrelay.cli.client import ModelView, RouterClient
-from kvrelay.cli.config import ServeBenchConfig
 from kvrelay.cli.main import ExitCode, main
 from kvrelay.engine.errors import ConfigError
 
