@@ -4,12 +4,14 @@ Request i of a workload is the same whenever and in whatever order it is asked f
 and two servers that are compared get the same prompts.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
+from kvrelay.cli.bench_files import HASHED_BLOCK, TracedRequest
 from kvrelay.engine.errors import ConfigError
 
 _FORMS = "expected N, uniform:LOW:HIGH or lognormal:MEAN:CV"
@@ -73,6 +75,17 @@ class Prompt:
     max_tokens: int
 
 
+class PromptSource(Protocol):
+    """What a load asks for."""
+
+    @property
+    def num_prompts(self) -> int | None:
+        """How many it has; None: any number."""
+
+    def prompt(self, index: int) -> Prompt:
+        """Request number `index`; negative ones are those of the warm-up."""
+
+
 class Workload:
     """Prompts by index: one of the shared prefixes, then tokens of their own."""
 
@@ -104,6 +117,10 @@ class Workload:
             tuple(random.Random(f"{seed}/prefix/{i}").choices(vocabulary, k=prefix_len)) for i in range(num_prefixes)
         ]
 
+    @property
+    def num_prompts(self) -> int | None:
+        return None
+
     def prompt(self, index: int) -> Prompt:
         """Request number `index`; negative ones are those of the warm-up."""
         rng = random.Random(f"{self._seed}/request/{index}")
@@ -113,6 +130,56 @@ class Workload:
         num_input = min(num_input, room - 1)
         own = rng.choices(self._vocabulary, k=num_input)
         return Prompt(index=index, token_ids=(*prefix, *own), max_tokens=min(num_output, room - num_input))
+
+
+class ListedPrompts:
+    """Prompts that stand in a list, so many tokens to generate for each."""
+
+    def __init__(self, listed: Sequence[tuple[tuple[int, ...], int]], *, seed: int, vocabulary: Sequence[int]) -> None:
+        self._listed = listed
+        self._seed = seed
+        self._vocabulary = vocabulary
+
+    @property
+    def num_prompts(self) -> int | None:
+        return len(self._listed)
+
+    def prompt(self, index: int) -> Prompt:
+        """A warm-up's has the length of one that is listed, and tokens of its own."""
+        token_ids, max_tokens = self._listed[index % len(self._listed)]
+        if index < 0:
+            token_ids = _random_tokens(f"{self._seed}/request/{index}", self._vocabulary, len(token_ids))
+        return Prompt(index=index, token_ids=token_ids, max_tokens=max_tokens)
+
+
+class TracedPrompts:
+    """Prompts as long as a trace's; the tokens are random, and equal where the trace says that they are."""
+
+    def __init__(self, requests: Sequence[TracedRequest], *, seed: int, vocabulary: Sequence[int]) -> None:
+        self._requests = requests
+        self._seed = seed
+        self._vocabulary = vocabulary
+
+    @property
+    def num_prompts(self) -> int | None:
+        return len(self._requests)
+
+    def prompt(self, index: int) -> Prompt:
+        traced = self._requests[index % len(self._requests)]
+        if index < 0 or not traced.hash_ids:
+            own = f"{self._seed}/request/{index}"
+            token_ids = _random_tokens(own, self._vocabulary, traced.num_input_tokens)
+        else:
+            blocks = [
+                _random_tokens(f"{self._seed}/block/{hash_id}", self._vocabulary, HASHED_BLOCK)
+                for hash_id in traced.hash_ids
+            ]
+            token_ids = tuple(itertools.chain.from_iterable(blocks))[: traced.num_input_tokens]
+        return Prompt(index=index, token_ids=token_ids, max_tokens=traced.num_output_tokens)
+
+
+def _random_tokens(seed: str, vocabulary: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(vocabulary, k=num_tokens))
 
 
 def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:

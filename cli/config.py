@@ -245,6 +245,20 @@ class ModelShowConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlotBenchConfig:
+    """Draws what `kvrelay bench serve --json FILE` has kept."""
+
+    figures: Annotated[Positional[str], arg(metavar="FIGURES.json", help_behavior_hint="")]
+    """The JSON file."""
+    picture: Annotated[Positional[str], arg(metavar="PICTURE", help_behavior_hint="")]
+    """The file to write, .svg or .png."""
+
+    def __post_init__(self) -> None:
+        if not self.picture.endswith((".svg", ".png")):
+            raise ConfigError(f"picture = {self.picture}: must end in .svg or .png")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineBenchConfig(EngineConfig):
     """Measures the engine in this process, without a network: decode and prefill, in tokens a second."""
 

@@ -51,6 +51,7 @@ class Load:
         self._on_end = on_end
         self._started_at = timer.now()
         self.records: list[Record] = []
+        self.num_running = 0  # now
 
     async def closed_loop(self, indices: Iterable[int], concurrency: int, duration_s: float = math.inf) -> None:
         """Ask for these prompts, so many at once. None is begun after `duration_s`."""
@@ -80,19 +81,22 @@ class Load:
 
     async def _request(self, prompt: Prompt, scheduled_s: float) -> None:
         sent_s = self._elapsed()
+        self.num_running += 1
         message_s: list[float] = []
         num_output_tokens = 0
         last = Piece()
         error: KvrelayError | None = None
         try:
             async for last in self._ask(prompt):
-                if last.token_ids:
+                if _brings_tokens(last):
                     message_s.append(self._elapsed())
                     num_output_tokens += len(last.token_ids)
             if not last.finish_reason:
                 error = Unavailable("the answer stopped before its end")
         except KvrelayError as raised:
             error = raised
+        finally:
+            self.num_running -= 1
         record = Record(
             index=prompt.index,
             scheduled_s=scheduled_s,
@@ -100,7 +104,8 @@ class Load:
             end_s=self._elapsed(),
             message_s=tuple(message_s),
             num_input_tokens=len(prompt.token_ids),
-            num_output_tokens=num_output_tokens,
+            # A server over HTTP shows no ids: it counts them.
+            num_output_tokens=num_output_tokens or (last.usage.completion_tokens if last.usage else 0),
             max_tokens=prompt.max_tokens,
             num_cached_tokens=last.usage.cached_tokens if last.usage else 0,
             error=error.code if error else "",
@@ -111,6 +116,11 @@ class Load:
         )
         self.records.append(record)
         self._on_end()
+
+
+def _brings_tokens(piece: Piece) -> bool:
+    """Or only ends the answer, or tells of the prompt. A token may have no text, and a server may show no ids."""
+    return bool(piece.token_ids or piece.text) or not (piece.finish_reason or piece.prompt_logprobs)
 
 
 def within(arrivals: Iterable[float], num_prompts: int, duration_s: float) -> Iterable[float]:

@@ -79,7 +79,8 @@ options:
 _BENCH_HELP = """\
 usage: kvrelay bench COMMAND [OPTIONS]
 
-  serve       put a load on a running router: latencies, throughput, goodput
+  serve       put a load on a running router, or another server: latencies, throughput, goodput
+  plot        draw what serve has measured
   engine      measure decode and prefill in this process, without a network
   transfer    move KV between two processes, beside memcpy and bare sockets
 
@@ -271,6 +272,15 @@ def _bench_serve(arguments: Sequence[str]) -> int:
     return run(config)
 
 
+def _bench_plot(arguments: Sequence[str]) -> int:
+    from kvrelay.cli.config import PlotBenchConfig
+
+    config = _parse(PlotBenchConfig, "bench plot", arguments)
+    from kvrelay.cli.bench_plot import run
+
+    return run(config)
+
+
 def _bench_engine(arguments: Sequence[str]) -> int:
     from kvrelay.cli.config import EngineBenchConfig
 
@@ -296,6 +306,7 @@ _MODEL_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 _BENCH_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _bench_serve,
+    "plot": _bench_plot,
     "engine": _bench_engine,
     "transfer": _bench_transfer,
 }

@@ -83,6 +83,10 @@ class FakeRouter(inference_pb2_grpc.InferenceServicer, node_pb2_grpc.ClusterServ
     async def GetModel(self, request, context):  # noqa: N802
         return self.model
 
+    async def Tokenize(self, request, context):  # noqa: N802
+        """A token a word: as long as the word."""
+        return inference_pb2.TokenizeResponse(token_ids=[len(word) for word in request.text.split()])
+
     async def GetCluster(self, request, context):  # noqa: N802
         return node_pb2.ClusterState(model="fake", nodes=self.nodes)
 

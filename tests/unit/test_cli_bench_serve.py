@@ -171,3 +171,85 @@ def test_the_client_reads_the_model() -> None:
         eos_token_ids=(2, 5),
         bos_token_id=None,
     )
+
+
+def test_a_sweep_measures_each_rate_with_a_cache_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    code, router = measured(rates="50,200", slo_ttft_ms=60_000, json=str(file), num_prompts=3)
+    assert code == ExitCode.OK
+    found = json.loads(file.read_text())
+    assert [run["rate"] for run in found["runs"]] == [50, 200]
+    assert [len(run["requests"]) for run in found["runs"]] == [3, 3]
+    assert all(run["summary"]["goodput"]["count"] == 3 for run in found["runs"])
+    assert len({request.cache_salt for request in router.requests}) == 2
+    out = capsys.readouterr().out
+    assert "open loops, 50,200 arrivals a second" in out
+    assert out.index("50 arrivals a second\n") < out.index("200 arrivals a second\n")
+
+
+def test_a_trace_is_replayed_at_its_own_times_scaled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, file = tmp_path / "trace.jsonl", tmp_path / "figures.json"
+    rows = [(1000, 20, 4), (1200, 30, 2), (1300, 500, 5), (1600, 10, 3)]
+    trace.write_text(
+        "".join(json.dumps({"timestamp": t, "input_length": i, "output_length": o}) + "\n" for t, i, o in rows)
+    )
+    code, _ = measured(trace=str(trace), time_scale=0.1, json=str(file), num_prompts=0)
+    assert code == ExitCode.OK
+    found = json.loads(file.read_text())["requests"]
+    assert [row["scheduled_s"] for row in found] == pytest.approx([0, 0.02, 0.06])
+    assert [(row["num_input_tokens"], row["num_output_tokens"]) for row in found] == [(20, 4), (30, 2), (10, 3)]
+    assert "1 of the trace's 4 requests do not fit the model's context of 128 tokens" in capsys.readouterr().err
+    measured(trace=str(trace), time_scale=0.1, json=str(file), num_prompts=2)
+    assert len(json.loads(file.read_text())["requests"]) == 2
+
+
+def test_conversations_are_prompts_of_their_own_tokens_and_lengths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(question: str, answer: str) -> dict[str, object]:
+        return {"conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}
+
+    file = tmp_path / "share.json"
+    file.write_text(json.dumps([told("a bb", "x y z"), told("ccc", "x"), told("d " * 200, "x"), told("  ", "x")]))
+    code, router = measured(sharegpt=str(file), num_prompts=5, warmup=0)
+    assert code == ExitCode.OK
+    asked = {(tuple(request.token_ids.ids), request.sampling.max_tokens) for request in router.requests}
+    assert asked == {((1, 2), 3), ((3,), 1)}
+    assert "the file has only 2 conversations that fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rates": "1,x"}, "rates = '1,x': expected numbers and commas"),
+        ({"rates": "1,0"}, "rates = 1,0: must be positive"),
+        ({"rates": "1", "rate": 2.0}, "rate: not together with --rates"),
+        ({"trace": "x", "rates": "1"}, "rates: not together with --trace"),
+        ({"trace": "x", "concurrency": 2}, "trace: an open loop has no --concurrency"),
+        ({"trace": "x", "sharegpt": "y"}, "sharegpt: not together with --trace"),
+        ({"sharegpt": "y", "prefix_len": 3}, "prefix_len: prompts from a file"),
+        ({"plot": "x.gif"}, "plot = x.gif: must end in .svg or .png"),
+        ({"http": "host:80"}, "http = host:80: must begin with"),
+        ({"time_scale": 0.0}, "time_scale = 0.0: must be positive"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_named(options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ServeBenchConfig(**options)
+
+
+def test_a_picture_is_drawn_beside_the_table(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "x.svg"
+    measured(rates="100,200", plot=str(file))
+    assert "<svg" in file.read_text()
+
+
+def test_the_progress_line_tells_of_the_latest_requests() -> None:
+    def record(index: int, ttft_s: float, error: str = "") -> Record:
+        times = {"scheduled_s": 0.0, "sent_s": 0.0, "end_s": 2.0, "message_s": (ttft_s, 2.0)}
+        return Record(index=index, num_input_tokens=1, num_output_tokens=11, max_tokens=11, error=error, **times)
+
+    line = bench_serve.live_line([record(0, 1.0), record(1, 1.0), record(2, 0.5, "INTERNAL")], 4)
+    assert line == "4 running, 1 failed, TTFT 1000 ms, TPOT 100 ms, 11 tokens/s"
+    assert bench_serve.live_line([], 2) == "2 running"
