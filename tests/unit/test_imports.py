@@ -229,6 +229,7 @@ def test_an_allowed_import_passes(file: str, source: str) -> None:
         ("kvrelay.router.main", {"torch", "transformers", "numpy"}),
         ("kvrelay.cli.main", {"torch", "transformers", "numpy", "grpc", "tyro"}),
         ("kvrelay.cli.up, kvrelay.cli.generate, kvrelay.cli.demo", {"torch", "transformers", "numpy"}),
+        ("kvrelay.cli.chat, kvrelay.cli.top", {"torch", "transformers", "numpy", "matplotlib"}),
         (
             "kvrelay.cli.bench_serve, kvrelay.cli.bench_engine, kvrelay.cli.bench_transfer",
             {"torch", "transformers", "numpy"},
