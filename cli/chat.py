@@ -188,7 +188,7 @@ class Chat:
         try:
             try:
                 self._runner.run(self._answer(question, heard))
-            except KeyboardInterrupt:  # before there was anything to stop
+            except KeyboardInterrupt:  # the task is cancelled by then
                 heard.was_stopped = True
         finally:
             self._screen.end_answer(heard.last)
@@ -208,27 +208,24 @@ class Chat:
 
     async def _answer(self, question: str, heard: _Heard) -> None:
         """Ctrl-C cancels this task, and so the call: the router frees what the answer holds."""
-        try:
-            messages, room = await self._fit(question)
-            sampling = self._config.sampling()
-            if self._config.max_tokens is not None:
-                sampling["max_tokens"] = min(self._config.max_tokens, room)
-            pieces = self._client.generate(
-                messages,
-                model=self._config.model,
-                sampling=sampling,
-                priority=self._config.priority,
-                timeout_s=self._config.timeout_s,
-            )
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    heard.text.append(piece.text)
-                    self._screen.say(piece.text)
-                    heard.last = piece
-            if heard.last is None or not heard.last.finish_reason:
-                raise Unavailable("the answer stopped before its end")
-        except asyncio.CancelledError:
-            heard.was_stopped = True
+        messages, room = await self._fit(question)
+        sampling = self._config.sampling()
+        if self._config.max_tokens is not None:
+            sampling["max_tokens"] = min(self._config.max_tokens, room)
+        pieces = self._client.generate(
+            messages,
+            model=self._config.model,
+            sampling=sampling,
+            priority=self._config.priority,
+            timeout_s=self._config.timeout_s,
+        )
+        async with aclosing(pieces):
+            async for piece in pieces:
+                heard.text.append(piece.text)
+                self._screen.say(piece.text)
+                heard.last = piece
+        if heard.last is None or not heard.last.finish_reason:
+            raise Unavailable("the answer stopped before its end")
 
     async def _fit(self, question: str) -> tuple[tuple[ChatMessage, ...], int]:
         """The latest turns that leave room for an answer, and how many tokens are left for it.

@@ -75,22 +75,28 @@ async def leaves(terminal: Terminal, keys: str) -> str:
 
 
 @pytest.mark.parametrize("keys", ["q", CTRL_C])
-async def test_it_draws_follows_the_window_and_leaves_the_terminal_as_it_was(
+async def test_a_new_size_and_a_key_are_seen_at_once_and_the_terminal_is_left_as_it_was(
     router: Harness, tmp_path: Path, keys: str
 ) -> None:
     await router.pair()
-    flags = ("--router", router.address, "--interval-s", "0.05")
+    flags = ("--router", router.address, "--interval-s", "600")
     async with at_terminal("top", *flags, home=tmp_path, columns=120) as terminal:
         await terminal.expect(OTHER_SCREEN)
         await terminal.expect("preempted")
-        await terminal.expect("tokens/s")
-        await router.node(DECODE, "late-comer")
-        await terminal.expect("late-comer")
         await terminal.expect("free")  # a screen's last word
         terminal.resize(60, 20)
         while "preempted" in await terminal.expect("free"):
             pass
         await leaves(terminal, keys)
+
+
+async def test_nodes_that_come_are_shown(router: Harness, tmp_path: Path) -> None:
+    flags = ("--router", router.address, "--interval-s", "0.05")
+    async with at_terminal("top", *flags, home=tmp_path) as terminal:
+        await terminal.expect("no node has registered")
+        await router.node(DECODE, "late-comer")
+        await terminal.expect("late-comer")
+        await leaves(terminal, "q")
 
 
 async def test_it_says_that_the_router_is_gone_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
