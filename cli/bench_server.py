@@ -104,7 +104,7 @@ class HttpServer:
         return list(range(FIRST_RANDOM_ID, model.vocab_size))
 
     async def tokenize(self, text: str) -> tuple[int, ...]:
-        body = {"model": self._model, "prompt": text, "add_special_tokens": True}
+        body = {"model": self._model, "prompt": text}
         try:
             told = await self._client.ask("POST", "/tokenize", body, timeout_s=RPC_TIMEOUT_S)
         except KvrelayError as error:
