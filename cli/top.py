@@ -9,8 +9,9 @@ import sys
 import termios
 import time
 import tty
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -22,6 +23,7 @@ from kvrelay.cli.main import ExitCode
 from kvrelay.cli.top_view import Look, render
 from kvrelay.engine.errors import KvrelayError
 
+RATE_WINDOW_S = 5.0  # KV travels in bursts
 _QUIT = ("q", "Q", "\x04")
 
 
@@ -65,18 +67,24 @@ async def _live(watch: "_Watch", config: TopConfig) -> None:
 
 @dataclass(slots=True)
 class _Watch:
-    """The latest look, and the one before it."""
+    """The latest look, and those before it that rates are counted from."""
 
     client: RouterClient
     config: TopConfig
     latest: Look | None = None
-    before: Look | None = None
     error: str = ""
+    _looks: deque[Look] = field(default_factory=deque)
 
     async def look(self) -> None:
         """Raises: KvrelayError."""
         found = await look_at(self.client, timeout_s=self.config.timeout_s, at_s=time.monotonic())
-        self.before, self.latest, self.error = self.latest, found, ""
+        self._keep(found)
+
+    def _keep(self, look: Look) -> None:
+        self.latest, self.error = look, ""
+        self._looks.append(look)
+        while len(self._looks) > 2 and self._looks[1].at_s < look.at_s - RATE_WINDOW_S:
+            self._looks.popleft()
 
     async def try_look(self) -> bool:
         try:
@@ -86,7 +94,14 @@ class _Watch:
         return not self.error
 
     def rendered(self, width: int, height: int | None) -> RenderableType:
-        return render(self.config.router, self.latest, self.before, error=self.error, width=width, height=height)
+        return render(
+            self.config.router,
+            self.latest,
+            self._looks[0] if self._looks else None,
+            error=self.error,
+            width=width,
+            height=height,
+        )
 
     def print(self) -> None:
         if self.config.json:
