@@ -8,7 +8,9 @@ from dataclasses import fields
 import pytest
 
 from kvrelay import __version__
+from kvrelay.cli.bench_config import ServeBenchConfig
 from kvrelay.cli.config import (
+    ChatConfig,
     DemoConfig,
     EngineBenchConfig,
     GenerateConfig,
@@ -16,7 +18,7 @@ from kvrelay.cli.config import (
     ModelFetchConfig,
     ModelListConfig,
     ModelShowConfig,
-    ServeBenchConfig,
+    TopConfig,
     UpConfig,
 )
 from kvrelay.cli.main import ExitCode, exit_code, main
@@ -32,6 +34,8 @@ CONFIGS = {
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
     "generate": GenerateConfig,
+    "chat": ChatConfig,
+    "top": TopConfig,
     "health": HealthConfig,
     "model list": ModelListConfig,
     "model fetch": ModelFetchConfig,
