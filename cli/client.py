@@ -100,29 +100,6 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLoad:
-    """A node, and how busy it said it is."""
-
-    role: str
-    epoch: str
-    name: str
-    draining: bool
-    num_free_blocks: int
-    num_running: int
-    num_waiting: int
-    tokens_per_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterView:
-    """The cluster, as the router sees it."""
-
-    model: str
-    num_requests: int  # running or waiting
-    nodes: tuple[NodeLoad, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
     """One turn of a conversation, for the model's chat template."""
 
@@ -232,27 +209,6 @@ class RouterClient:
             )
             for node in state.nodes
         )
-
-    async def cluster(self, *, timeout_s: float) -> ClusterView:
-        """Who is registered now, and how busy."""
-        try:
-            state = await self._cluster.GetCluster(node_pb2.GetClusterRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise self._translate(error) from error
-        nodes = (
-            NodeLoad(
-                role=node_pb2.Role.Name(node.role).removeprefix("ROLE_").lower(),
-                epoch=node.epoch,
-                name=node.name,
-                draining=node.draining,
-                num_free_blocks=node.load.num_free_blocks,
-                num_running=node.load.num_running,
-                num_waiting=node.load.num_waiting,
-                tokens_per_s=node.load.tokens_per_s,
-            )
-            for node in state.nodes
-        )
-        return ClusterView(model=state.model, num_requests=state.num_requests, nodes=tuple(nodes))
 
     async def is_serving(self, *, timeout_s: float) -> bool:
         """What the standard health service says; every role answers it, not the router alone."""

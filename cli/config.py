@@ -191,7 +191,7 @@ class TopConfig:
     once: bool = False
     """Print one look and end; rates, which take two looks, are left out."""
     json: bool = False
-    """Print each look as one line of JSON instead."""
+    """Print each look as one line of JSON instead: all that the router tells of itself and of its nodes."""
     timeout_s: float = 5.0
     """How long to wait for the router."""
 

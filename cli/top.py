@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from kvrelay.cli.client import RouterClient
-from kvrelay.cli.cluster import look_at
+from kvrelay.cli.client import ClusterView, RouterClient
+from kvrelay.cli.cluster import look_of
 from kvrelay.cli.config import TopConfig
 from kvrelay.cli.main import ExitCode
 from kvrelay.cli.top_view import Look, render
@@ -71,14 +71,15 @@ class _Watch:
 
     client: RouterClient
     config: TopConfig
+    told: ClusterView | None = None
     latest: Look | None = None
     error: str = ""
     _looks: deque[Look] = field(default_factory=deque)
 
     async def look(self) -> None:
         """Raises: KvrelayError."""
-        found = await look_at(self.client, timeout_s=self.config.timeout_s, at_s=time.monotonic())
-        self._keep(found)
+        self.told = await self.client.cluster(timeout_s=self.config.timeout_s)
+        self._keep(look_of(self.told, time.monotonic()))
 
     def _keep(self, look: Look) -> None:
         self.latest, self.error = look, ""
@@ -105,7 +106,7 @@ class _Watch:
 
     def print(self) -> None:
         if self.config.json:
-            print(json.dumps(asdict(self.latest)) if self.latest else "null", flush=True)
+            print(json.dumps(asdict(self.told)) if self.told else "null", flush=True)
         else:
             console = Console()
             console.print(self.rendered(console.width, None))

@@ -44,7 +44,7 @@ async def test_once_is_one_look_for_a_person_or_a_script(router: Harness) -> Non
     assert (errors, code) == ("", ExitCode.OK)
     found = json.loads(output)
     assert {(node["name"], node["role"]) for node in found["nodes"]} == {("P", "prefill"), ("D", "decode")}
-    assert found["num_running"] == 0
+    assert found["router"]["num_running"] == 0
     output, errors, code = await top("--router", router.address, "--once")
     assert (errors, code) == ("", ExitCode.OK)
     assert "\x1b" not in output
