@@ -6,7 +6,6 @@ JSON parse. Connections are kept and used again.
 
 import asyncio
 import json
-import os
 import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from kvrelay.cli.client import Piece, Usage
+from kvrelay.cli.client import Piece, Usage, own_api_key
 from kvrelay.engine.errors import KvrelayError, RemoteError, Unavailable
 
-API_KEY = "KVRELAY_API_KEY"
 _MAX_LINE = 16 * 2**20
 _CODES = {
     400: ("INVALID_ARGUMENT", False),
@@ -47,7 +45,7 @@ class HttpClient:
         self._host, self._tls = parts.hostname or "", parts.scheme == "https"
         self._port = parts.port or (443 if self._tls else 80)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        key = os.environ.get(API_KEY, "")
+        key = own_api_key()
         self._headers = f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept: */*\r\n" + (
             f"Authorization: Bearer {key}\r\n" if key else ""
         )

@@ -12,6 +12,9 @@ from support.http_router import Reply, answering_router, call, head, read_reply,
 from support.router_harness import Harness
 from support.tiny_tokenizers import byte_level, write_model_folder
 
+from kvrelay.cli.client import RouterClient
+from kvrelay.engine.errors import RemoteError
+
 V, L = byte_level().get_vocab_size(), 128
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -239,6 +242,26 @@ async def test_every_route_but_health_asks_for_a_key(tmp_path: Path, path: str) 
         if path not in OPEN:
             assert reply.json["error"]["code"] == "invalid_api_key"
             assert reply.headers["www-authenticate"] == "Bearer"
+
+
+async def test_grpc_asks_its_clients_for_the_same_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with answering_router(tmp_path, api_key=("right",)) as router:
+        for key in ("", "wrong"):
+            monkeypatch.setenv("KVRELAY_API_KEY", key)
+            async with RouterClient(router.address) as client:
+                for ask in (client.model, client.nodes, client.cluster):
+                    with pytest.raises(RemoteError) as caught:
+                        await ask(timeout_s=10)
+                    assert caught.value.code == "UNAUTHENTICATED"
+                with pytest.raises(RemoteError, match="an API key is needed"):
+                    async for _ in client.generate("Where?", raw=True, sampling={"max_tokens": 2}):
+                        pass
+                assert await client.is_serving(timeout_s=10)
+        monkeypatch.setenv("KVRELAY_API_KEY", "right,other")
+        async with RouterClient(router.address) as client:
+            pieces = [piece async for piece in client.generate("Where?", raw=True, sampling={"max_tokens": 2})]
+            assert "".join(piece.text for piece in pieces) == text_of(2)
+            assert len((await client.cluster(timeout_s=10)).nodes) == 2
 
 
 async def test_a_wrong_key_is_refused_before_the_body_is_read(tmp_path: Path) -> None:
