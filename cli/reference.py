@@ -6,11 +6,12 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass
+from types import ModuleType
 from typing import Any
 
 from tyro.conf import Positional
 
-from kvrelay.cli import config as commands
+from kvrelay.cli import bench_config, config as commands
 from kvrelay.decode_node.config import DecodeConfig
 from kvrelay.engine.config import EngineConfig
 from kvrelay.node.config import NodeConfig
@@ -56,8 +57,12 @@ def command_name(config: type[Any]) -> str:
 
 def command_configs() -> list[type[Any]]:
     """Of the roles, then of every other command, in the order of their definition."""
-    here = [value for value in vars(commands).values() if inspect.isclass(value) and dataclasses.is_dataclass(value)]
-    return [*_ROLES, *(config for config in here if config.__module__ == commands.__name__)]
+    return [*_ROLES, *_defined_in(commands), *_defined_in(bench_config)]
+
+
+def _defined_in(module: ModuleType) -> list[type[Any]]:
+    here = [value for value in vars(module).values() if inspect.isclass(value) and dataclasses.is_dataclass(value)]
+    return [config for config in here if config.__module__ == module.__name__]
 
 
 def render() -> str:

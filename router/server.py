@@ -26,6 +26,7 @@ from kvrelay.router.dispatch import Dispatcher, DispatchStatistics
 from kvrelay.router.http import HttpServer, make_http
 from kvrelay.router.keys import ApiKeys, AskForKey
 from kvrelay.router.links import Links
+from kvrelay.router.live import LiveFeed
 from kvrelay.router.metrics import RequestMetrics
 from kvrelay.router.nodes import NodesServicer
 from kvrelay.router.registry import Registry
@@ -113,7 +114,9 @@ class RouterServer:
         self._http: HttpServer | None = None
         self._links = Links()
         self._metrics = RequestMetrics(clock)
-        self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock, observers=(self._metrics,))
+        self.live = LiveFeed(self.registry, clock)
+        observers = (self._metrics, self.live)
+        self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock, observers)
         self._service = InferenceService(
             config, info, tokenizer, self.registry, self._dispatcher, epoch=epoch, clock=clock
         )
@@ -122,7 +125,7 @@ class RouterServer:
         keys = ApiKeys.of(config.api_key)
         self._server = grpc.aio.server(interceptors=[AskForKey(keys), AnswerCalls()], options=_options(config))
         if config.http_port != NO_PORT:
-            self._http = make_http(self._service, keys, self.render_metrics)
+            self._http = make_http(self._service, keys, self.render_metrics, self.live)
         nodes = NodesServicer(
             self.registry,
             self._links,

@@ -62,6 +62,10 @@ class InferenceService:
         """Whether requests are taken, and there is a decode node to place them on."""
         return not self.admission.draining and self._registry.num_serving() > 0
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.has_chat_template
+
     def max_model_len(self) -> int:
         """The longest prompt and output together that can be served now."""
         limits = (self.info.max_model_len, self._config.max_model_len, self._registry.max_model_len())

@@ -66,6 +66,10 @@ class Tokenizer:
             chat_template=find_chat_template(info.path, config),
         )
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
     async def encode(self, text: str, *, at_most: int | None = None) -> list[int]:
         """A completion's prompt. Long texts are tokenised on a thread; the library lets go of the interpreter.
 

@@ -77,7 +77,7 @@ def test_a_wheel_holds_every_module_once_under_one_name(wheel: Path) -> None:
     wanted = {
         f"kvrelay/{file.relative_to(ROOT)}"
         for folder in FOLDERS
-        for pattern in ("*.py", "*.pyi", "*.proto", "*.cpp", "*.h")
+        for pattern in ("*.py", "*.pyi", "*.proto", "*.cpp", "*.h", "*.html", "*.css", "*.js")
         for file in (ROOT / folder).rglob(pattern)
     }
     assert set(held) == wanted | {"kvrelay/__init__.py", "kvrelay/py.typed"}
