@@ -136,9 +136,13 @@ def read_messages(messages: Sequence[Message]) -> list[ChatMessage]:
 
 
 _ROLES = {"developer": "system"}  # its newer name
+_NOT_SERVED_IN_MESSAGES = ("annotations", "audio", "function_call", "tool_calls")
 
 
 def _read_content(index: int, message: Message) -> str:
+    for name in _NOT_SERVED_IN_MESSAGES:
+        if getattr(message, name):
+            raise InvalidArgument(f"messages[{index}].{name}", None, "not supported")
     content = message.content
     if content is None:
         raise InvalidArgument(f"messages[{index}].content", None, "must be given")

@@ -92,6 +92,12 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None  # taken, and without effect here
     refusal: str | None = None
 
+    # What a client that sends an answer back adds to it, as null or empty; refused where there is something in it.
+    annotations: list[Any] | None = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: list[Any] | None = None
+
 
 class ChatCompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""

@@ -81,6 +81,12 @@ BAD: dict[str, tuple[str, Any, int, str | None]] = {
         400,
         "messages[0].content[0]",
     ),
+    "a tool's call sent back": (
+        CHAT,
+        chat(USER, {"role": "assistant", "content": "a", "tool_calls": [{"id": "x"}]}),
+        400,
+        "messages[1].tool_calls",
+    ),
     # --- what is not served
     "tools": (CHAT, chat(USER, tools=[{"type": "function"}]), 400, "tools"),
     "a tool that must be called": (CHAT, chat(USER, tool_choice="required"), 400, "tool_choice"),

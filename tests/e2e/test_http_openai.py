@@ -100,6 +100,21 @@ async def test_a_message_s_parts_are_joined_and_developer_is_a_system_role(clien
     assert len(counts) == 1
 
 
+@pytest.mark.parametrize("as_dict", [False, True], ids=["object", "dict"])
+async def test_an_answer_can_be_sent_back_as_the_client_holds_it(client: openai.AsyncOpenAI, as_dict: bool) -> None:
+    answer = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2)
+    message = answer.choices[0].message
+    turn: Any = message.model_dump() if as_dict else message  # the first has fields that are null, such as tool_calls
+    plain: Any = {"role": "assistant", "content": message.content}
+    counts = set()
+    for said in (turn, plain):
+        history = [*MESSAGES, said, {"role": "user", "content": "And then?"}]
+        answer = await client.chat.completions.create(model="tiny", messages=history, max_tokens=1)
+        assert answer.usage
+        counts.add(answer.usage.prompt_tokens)
+    assert len(counts) == 1
+
+
 async def test_log_probabilities_of_a_chat(client: openai.AsyncOpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_tokens": 4}
     answer = await client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
