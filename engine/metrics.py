@@ -115,18 +115,23 @@ class Recent(Generic[T]):
         value = self._current()
         # Nothing was counted between `due` and now, or this had been called.
         self._marks.append((self.due, value))
-        if now >= self.due + self._step_s:
+        self.due += self._step_s
+        if now >= self.due:
             self._marks.append((now, value))
-        self.due = now + self._step_s
-        while len(self._marks) > 1 and self._marks[1][0] <= now - self._span_s:
-            self._marks.popleft()
+            self.due = now + self._step_s
+        self._forget(now)
 
     def begin(self, now: float) -> tuple[float, T]:
         """When the span of late begins, and what the count was then: between one span ago and a mark more, or at the
         beginning of it all."""
         self.mark(now)
+        self._forget(now)  # marks grow old between one mark and the next, too
         made_at, value = self._marks[0]
         return max(made_at, now - self._span_s - self._step_s), value  # an older one stands before a pause
+
+    def _forget(self, now: float) -> None:
+        while len(self._marks) > 1 and self._marks[1][0] <= now - self._span_s:
+            self._marks.popleft()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import bisect
 import itertools
 import math
+import random
 
 from hypothesis import given, strategies as st
 
@@ -74,3 +75,21 @@ def test_a_process_knows_what_it_uses() -> None:
     assert statistics.num_threads >= 1
     assert statistics.num_fds >= 3
     assert statistics.cpu_s > 0
+
+
+def test_of_late_is_what_came_since_it_began_over_days_of_bursts_and_pauses() -> None:
+    draw = random.Random(3)
+    now, times, counted = 0.0, [], 0
+    recent = Recent(lambda: len(times), now, span_s=60, num_marks=6)
+    for _ in range(3000):
+        now += draw.choice([0.01, 0.3, 4.9, 5.0, 17.0, 45.0, 300.0])
+        if draw.random() < 0.7:
+            recent.mark(now)
+            times.append(now)
+            continue
+        since, then = recent.begin(now)
+        counted += len(times) - then
+        assert since == 0 or 60 - 1e-9 <= now - since <= 70 + 1e-9
+        assert sum(moment > since + 1e-6 for moment in times) <= len(times) - then
+        assert len(times) - then <= sum(moment >= since - 1e-6 for moment in times)
+    assert counted > 1000
