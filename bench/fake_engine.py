@@ -52,6 +52,8 @@ class FakeNode:
             model=info.name,
             model_fingerprint=info.fingerprint,
             quantization="none",
+            device="none",
+            kernels="none",
             vocab_size=info.vocab_size,
             kv_layout=KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32"),
             max_model_len=info.max_model_len,
@@ -98,6 +100,9 @@ class FakeNode:
             load=Load(num_free_blocks=NUM_BLOCKS, num_running=len(self._running), sessions=self._peers),
             transfers=ConnectorStatistics(states={}, sessions={}),
         )
+
+    def statistics(self) -> Snapshot:
+        return self.snapshot()
 
     def whole_cache(self) -> CacheChange:
         return CacheChange(from_nothing=True)

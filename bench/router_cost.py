@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import bare_streams
 import fake_engine
 import grpc
 import psutil
@@ -83,7 +84,7 @@ async def ask_http(address: str, max_tokens: int) -> tuple[int, float]:
         num_tokens, rest = 0, b""
         async for piece in _pieces(reader):
             *lines, rest = (rest + piece).split(b"\n")
-            num_tokens += sum(line.startswith(b'data: {"id"') and b'"text"' in line for line in lines)
+            num_tokens += sum(b'"text":"' in line and b'"text":""' not in line for line in lines)
         return num_tokens, 0.0
     finally:
         writer.close()
@@ -126,8 +127,10 @@ async def measure(edge: str, grpc_address: str, http_address: str, pid: int, opt
         loaded = [await run(ask, router, options.streams, 1, MAX_TOKENS) for _ in range(options.rounds)]
         alone = await run(ask, router, 1, 50, 2) if edge == "grpc" else None
         many = await run(ask, router, options.open_streams, 1, 64)
+    bare = await measure_bare(edge, options)
     return {
         "edge": edge,
+        "bare_us_per_token": {"median": round(statistics.median(bare), 1), "all": bare},
         "cpu_us_per_token": {
             "median": round(statistics.median(cost.cpu_us_per_token for cost in loaded), 1),
             "all": [round(cost.cpu_us_per_token, 1) for cost in loaded],
@@ -137,6 +140,26 @@ async def measure(edge: str, grpc_address: str, http_address: str, pid: int, opt
         "open_streams_us_per_token": round(many.cpu_us_per_token, 1),
         "tokens_lost": sum(cost.num_lost for cost in (*loaded, many)),
     }
+
+
+async def measure_bare(edge: str, options: argparse.Namespace) -> list[float]:
+    """What the same streams cost whoever only writes prepared messages to them, in microseconds each."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=bare_streams.serve, args=(edge, options.step_ms / 1e3, theirs), daemon=True)
+    server.start()
+    try:
+        port = await asyncio.to_thread(ours.recv)
+        process = psutil.Process(server.pid)
+        found = []
+        for _ in range(options.rounds):
+            before = sum(process.cpu_times()[:2])
+            num_messages = await bare_streams.read(edge, port, options.streams)
+            found.append(round(1e6 * (sum(process.cpu_times()[:2]) - before) / num_messages, 1))
+        return found
+    finally:
+        server.kill()
+        server.join()
 
 
 def serve_nodes(router: str, step_s: float) -> None:
