@@ -8,9 +8,9 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+from kvrelay.cli.bench_config import ServeBenchConfig
 from kvrelay.cli.bench_workload import Prompt
 from kvrelay.cli.client import Piece, Usage
-from kvrelay.cli.config import ServeBenchConfig
 from kvrelay.cli.load import Ask
 from kvrelay.engine.errors import KvrelayError, RemoteError, Unavailable
 

@@ -28,9 +28,9 @@ import peers
 import tyro
 
 from kvrelay.cli import bench_report as report, bench_serve
+from kvrelay.cli.bench_config import ServeBenchConfig
 from kvrelay.cli.bench_statistics import Limits, LoadSummary, summarise
 from kvrelay.cli.client import RouterClient
-from kvrelay.cli.config import ServeBenchConfig
 
 READY_TIMEOUT_S = 900.0  # vLLM compiles the model at its first start
 MODEL = "smollm2"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvrelay.cli.bench_config import ServeBenchConfig
 from kvrelay.cli.bench_workload import Prompt
 from kvrelay.cli.client import Piece
-from kvrelay.cli.config import ServeBenchConfig
 from kvrelay.engine.errors import RemoteError, Unavailable
 
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "peers"

@@ -11,8 +11,8 @@ from support.http_server import FakeHttpServer, serving
 
 from kvrelay.cli import bench_serve
 from kvrelay.cli.bench_config import ServeBenchConfig
-from kvrelay.cli.client import Piece, Usage
-from kvrelay.cli.http_client import API_KEY, HttpClient
+from kvrelay.cli.client import API_KEY, Piece, Usage
+from kvrelay.cli.http_client import HttpClient
 from kvrelay.cli.main import ExitCode
 from kvrelay.engine.errors import ConfigError, RemoteError, Unavailable
 
