@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import openai
 import pytest
 from huggingface_hub import InferenceClient
@@ -252,7 +253,8 @@ async def test_a_mistake_is_the_client_s_error_class_with_the_field(
 # --- other clients
 
 
-async def test_another_public_client_chats(router: Harness) -> None:
+async def test_another_public_client_chats(router: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)  # other tests' models are made, not fetched
     client = InferenceClient(base_url=f"{router.http_url}/v1", api_key="none")
 
     def chat() -> tuple[str | None, str]:
