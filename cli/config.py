@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, get_args
 
 from tyro.conf import Positional, UseAppendAction, arg
@@ -138,6 +139,14 @@ class GenerateConfig(SamplingFlags):
     """With --json: show each token's log-probability, and those of this many likeliest tokens in its place."""
     prompt_logprobs: int | None = None
     """With --json: the same for the prompt's tokens."""
+    json_object: bool = False
+    """Have each answer be a JSON object."""
+    json_schema: str = ""
+    """Have each answer be JSON with this schema: the schema, or @ and the file that has it."""
+    regex: str = ""
+    """Have each answer match this regular expression, as a whole."""
+    choice: UseAppendAction[tuple[str, ...]] = ()
+    """Have each answer be one of these texts; to be given several times."""
     json: bool = False
     """Print one JSON object a line and answer: text, token_ids, finish_reason, usage, timings, handoff."""
     timings: bool = False
@@ -154,11 +163,30 @@ class GenerateConfig(SamplingFlags):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None and not self.json:
                 raise ConfigError(f"{name}: only --json shows them")
+        if sum(map(bool, (self.json_object, self.json_schema, self.regex, self.choice))) > 1:
+            raise ConfigError("json_object, json_schema, regex, choice: an answer has one form")
 
     def sampling(self) -> dict[str, object]:
         names = ("logprobs", "prompt_logprobs")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return super().sampling() | given | ({"n": self.n} if self.n > 1 else {})
+        given |= {"n": self.n} if self.n > 1 else {}
+        form = self._structured_output()
+        return super().sampling() | given | ({"structured_output": form} if form else {})
+
+    def _structured_output(self) -> dict[str, object]:
+        """Raises: ConfigError for a file that cannot be read."""
+        if self.json_object:
+            return {"json_object": {}}
+        if self.choice:
+            return {"choice": {"choices": list(self.choice)}}
+        if not self.json_schema:
+            return {"regex": self.regex} if self.regex else {}
+        if not self.json_schema.startswith("@"):
+            return {"json_schema": self.json_schema}
+        try:
+            return {"json_schema": Path(self.json_schema[1:]).read_text(encoding="utf-8")}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"json_schema = {self.json_schema}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

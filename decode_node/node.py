@@ -60,7 +60,7 @@ class DecodeNode(NodeCore):
             raise Internal(f"attempt {request.key.attempt} of this request is already here")
         if start.leg is Leg.PREFILL:
             raise Internal("a decode node was asked for the leg PREFILL")
-        sequence = Sequence(request)
+        sequence = Sequence(request, matcher=start.matcher)
         if start.leg is Leg.WHOLE:
             self._scheduler.add(sequence)
             self._legs[request.key] = DecodeLeg(sequence, Stage.LOCAL, self.clock.now())

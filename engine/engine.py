@@ -12,7 +12,7 @@ from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import DeadlineExceeded, Internal, KvrelayError
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.planner import StepPlan
-from kvrelay.engine.request import Logprobs, OutputToken, Sequence, finish_reason
+from kvrelay.engine.request import FinishReason, Logprobs, OutputToken, Sequence, finish_reason
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.step import Applied, Executor, RowResult, Sampled, Scheduled, Swap
 
@@ -151,12 +151,15 @@ class Engine:
 
     def _take(self, item: Scheduled, result: RowResult) -> RowOutput:
         sequence = item.sequence
-        if isinstance(result, KvrelayError):
+        try:
+            if isinstance(result, KvrelayError):
+                raise result
+            tokens = tuple(self._token(sequence, i, sampled) for i, sampled in enumerate(result.sampled))
+        except KvrelayError as error:
             self.scheduler.abort(sequence)
-            return RowOutput(sequence, item.start, item.end, error=result)
+            return RowOutput(sequence, item.start, item.end, error=error)
         first_prompt_index = sequence.num_prompt_logprobs
         sequence.num_prompt_logprobs += len(result.prompt_logprobs)
-        tokens = tuple(self._token(sequence, i, sampled) for i, sampled in enumerate(result.sampled))
         going_on: tuple[Sequence, ...] = ()
         if tokens and self._hands_over:
             self.scheduler.finish(sequence)
@@ -173,10 +176,13 @@ class Engine:
         )
 
     def _token(self, sequence: Sequence, index: int, sampled: Sampled) -> OutputToken:
+        """Raises: Internal where a structured output has gone wrong."""
         sampling, num_output_tokens = sequence.request.sampling, sequence.num_output_tokens + 1
+        reason = finish_reason(sampling, num_output_tokens, sampled.token_id, self._eos_token_ids)
+        if sequence.matcher is not None and reason is not FinishReason.STOP:
+            matcher = sequence.matcher if sequence.num_choices == 1 else sequence.matcher.fork()
+            if matcher.completes(sequence.output_ids, sampled.token_id):
+                reason = FinishReason.COMPLETE
         return OutputToken(
-            choice=sequence.choice + index,
-            token_id=sampled.token_id,
-            logprobs=sampled.logprobs,
-            finish_reason=finish_reason(sampling, num_output_tokens, sampled.token_id, self._eos_token_ids),
+            choice=sequence.choice + index, token_id=sampled.token_id, logprobs=sampled.logprobs, finish_reason=reason
         )

@@ -198,7 +198,9 @@ class ModelRunner:
 
 
 def _sample_row(sequence: Sequence) -> SampleRow:
-    return SampleRow(sequence.request.sampling, sequence.choices, sequence.token_ids, sequence.num_prompt_tokens)
+    return SampleRow(
+        sequence.request.sampling, sequence.choices, sequence.token_ids, sequence.num_prompt_tokens, sequence.matcher
+    )
 
 
 def _result(sampled: tuple[Sampled, ...] | KvrelayError, prompt: Seq[Logprobs | None]) -> RowResult:

@@ -4,10 +4,10 @@ Standard library only: the router imports this too. What decides about requests 
 their facts and the rules by which a sequence stops.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class RequestKey(NamedTuple):
@@ -18,10 +18,11 @@ class RequestKey(NamedTuple):
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended, in the words of the APIs."""
+    """Why a choice ended; the APIs' words, but for the last."""
 
-    STOP = "stop"
+    STOP = "stop"  # by a token that is no text: EOS, or a stop id
     LENGTH = "length"
+    COMPLETE = "complete"  # its form has no more to come; nodes and router say so, and clients hear "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,45 @@ class OutputToken:
     token_id: int
     logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
+
+
+class StructuredKind(StrEnum):
+    """In which language the form of a structured output is written."""
+
+    JSON_OBJECT = "json_object"  # any object
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"  # Lark, in llguidance's dialect
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """The form that the whole of an output is to have."""
+
+    kind: StructuredKind
+    specification: str = ""  # of JSON_SCHEMA, REGEX and GRAMMAR
+    choices: tuple[str, ...] = ()  # of CHOICE
+
+
+class Matcher(Protocol):
+    """How far one choice's output has come in its form (`engine/structured_output.py`). Says nothing that the form and
+    the output's tokens do not: it catches up with those that were sampled elsewhere, or before."""
+
+    def fork(self) -> "Matcher":
+        """Another one, for another choice with the same output so far."""
+
+    def allowed(self, output_ids: Seq[int]) -> bytes:
+        """The tokens that may come after this output: bit i % 8 of byte i // 8 is token i's.
+
+        Raises: Internal, for this choice alone.
+        """
+
+    def completes(self, output_ids: Seq[int], token_id: int) -> bool:
+        """Whether the output is complete with this token, one that was allowed: nothing can follow.
+
+        Raises: Internal, for this choice alone.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +109,7 @@ class SamplingParams:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     n: int = 1
     skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -130,6 +171,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)  # pool block of tokens [i*B, (i+1)*B)
     block_hashes: list[bytes] = field(default_factory=list)  # of each full block of token_ids
     host_block_ids: tuple[int, ...] = ()  # while SWAPPED: host block of tokens [i*B, (i+1)*B), as far as computed
+    matcher: Matcher | None = None  # where its output is to have a form
     status: Status = Status.WAITING
     awaits_kv: bool = False  # another node is to fill its blocks; False again once they have landed
     num_preemptions: int = 0
@@ -157,6 +199,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens of its output so far."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
     def num_choices(self) -> int:

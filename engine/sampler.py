@@ -5,6 +5,7 @@ how often or where the row was computed before. So it stays the same beside othe
 another node, in a replay.
 
     logits -> bias, repetition penalty, presence and frequency penalties -> forbidden tokens become -inf
+           -> of a structured output: what its form does not allow becomes -inf
            -> greedy: the first of the largest
            -> else: temperature, min_p, top_k, top_p, one draw for each choice
 
@@ -21,12 +22,13 @@ from dataclasses import dataclass
 from itertools import repeat
 from operator import eq
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.engine.errors import Internal, KvrelayError
 from kvrelay.engine.logprobs import NOT_FINITE, token_logprobs
-from kvrelay.engine.request import Logprobs, SamplingParams
+from kvrelay.engine.request import Logprobs, Matcher, SamplingParams
 from kvrelay.engine.step import Sampled
 from kvrelay.kernels.base import Draw, Kernels
 from kvrelay.kernels.reference import ReferenceKernels
@@ -45,6 +47,7 @@ class SampleRow:
     choices: range  # one token each
     token_ids: Seq[int]  # of the sequence so far: prompt, then output
     num_prompt_tokens: int
+    matcher: Matcher | None = None
 
     @property
     def position(self) -> int:
@@ -73,20 +76,26 @@ class Sampler:
         largest, greedy, finite = (column.tolist() for column in self._kernels.scan(logits_SV))
         asked = {i: row.sampling.logprobs for i, row in enumerate(rows) if row.sampling.logprobs is not None}
         raw_logits = logits_SV[list(asked)] if asked else logits_SV  # a copy of what is asked for
-        changing = [i for i, row in enumerate(rows) if row.sampling.changes_logits]
+        failed: dict[int, KvrelayError] = {}
+        changing = [i for i, row in enumerate(rows) if row.sampling.changes_logits or row.matcher is not None]
         for i in changing:
-            self.process(logits_SV[i], rows[i])
+            try:
+                self.process(logits_SV[i], rows[i])
+            except KvrelayError as error:
+                failed[i] = error
         if changing:
             largest, greedy, _ = (column.tolist() for column in self._kernels.scan(logits_SV))
         draws = [
             _draw(i, row)
             for i, row in enumerate(rows)
-            if finite[i] and math.isfinite(largest[i]) and not _is_greedy(row.sampling)
+            if i not in failed and finite[i] and math.isfinite(largest[i]) and not _is_greedy(row.sampling)
         ]
         drawn = iter(self._kernels.draw(logits_SV, draws) if draws else ())
         chosen: list[list[int] | KvrelayError] = []
         for i, row in enumerate(rows):
-            if not finite[i]:
+            if i in failed:
+                chosen.append(failed[i])
+            elif not finite[i]:
                 chosen.append(Internal(NOT_FINITE))
             elif not math.isfinite(largest[i]):
                 chosen.append(Internal("the sampling parameters leave no token to choose"))
@@ -102,7 +111,10 @@ class Sampler:
         return [_result(row, logprobs.get(i)) for i, row in enumerate(chosen)]
 
     def process(self, logits_V: Tensor, row: SampleRow) -> None:
-        """Apply to a row's logits, in place, what its parameters ask for before a token is chosen."""
+        """Apply to a row's logits, in place, what its parameters ask for before a token is chosen.
+
+        Raises: Internal for a structured output that cannot go on.
+        """
         sampling = row.sampling
         if sampling.logit_bias:
             _add_bias(logits_V, sampling.logit_bias)
@@ -113,6 +125,8 @@ class Sampler:
             _penalise_output(logits_V, output_ids, sampling.presence_penalty, sampling.frequency_penalty)
         if forbidden := self._forbidden(row):
             logits_V[[token_id for token_id in forbidden if 0 <= token_id < len(logits_V)]] = -math.inf
+        if row.matcher is not None:
+            _forbid_others(logits_V, row.matcher.allowed(row.token_ids[row.num_prompt_tokens :]))
 
     def _forbidden(self, row: SampleRow) -> set[int]:
         """What ends a choice, below min_tokens; and what would complete a bad word."""
@@ -186,6 +200,12 @@ def _ends_of_bad_words(row: SampleRow) -> Iterable[int]:
         begun = word[:-1]
         if len(begun) <= row.num_output_tokens and all(map(eq, reversed(begun), reversed(row.token_ids))):
             yield word[-1]
+
+
+def _forbid_others(logits_V: Tensor, allowed: bytes) -> None:
+    """Of the tokens only those stay whose bit is set."""
+    forbidden = np.unpackbits(~np.frombuffer(allowed, np.uint8), count=len(logits_V), bitorder="little").view(np.bool_)
+    logits_V.masked_fill_(torch.from_numpy(forbidden).to(logits_V.device), -math.inf)
 
 
 def _tensor(values: Seq[int], beside: Tensor) -> Tensor:

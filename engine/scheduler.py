@@ -153,6 +153,7 @@ class Scheduler:
                 token_ids=[*sequence.token_ids, token.token_id],
                 block_table=[*shared, block_id],
                 block_hashes=list(sequence.block_hashes),
+                matcher=sequence.matcher and sequence.matcher.fork(),
             )
             sequences.append(other)
             self._run(other)

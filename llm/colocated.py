@@ -7,7 +7,6 @@ core do, as they do when they are processes. In between stands no wire, only the
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 
 from kvrelay import __version__
 from kvrelay.connector.base import (
@@ -31,8 +30,10 @@ from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.request import Request, RequestKey
 from kvrelay.engine.secret import new_epoch
+from kvrelay.engine.structured_output import FormCompiler
 from kvrelay.node import report
 from kvrelay.node.engine_thread import EngineThread
+from kvrelay.node.intake import Intake
 from kvrelay.node.report import Snapshot
 from kvrelay.router.api import Output, RawRequest
 from kvrelay.router.config import RouterConfig
@@ -103,6 +104,7 @@ class Colocated:
         self._core = DecodeNode(engine, self._scheduler, receiver, clock, self._say, vocab_size=info.vocab_size)
         self._snapshot = self._core.snapshot()
         self._engine = EngineThread(self._say_death, config.nice)
+        self._intake = Intake(self._core, self._engine, FormCompiler(info), self._answer)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Colocated"]:
@@ -112,6 +114,7 @@ class Colocated:
         try:
             yield self
         finally:
+            self._intake.close()
             # Not on another thread: none can be started when the interpreter is about to end.
             self._engine.stop(_CLOSE_TIMEOUT_S)
 
@@ -142,9 +145,9 @@ class Colocated:
     def send(self, epoch: str, message: ToNode) -> None:
         """The dispatcher's word to its node."""
         if isinstance(message, Start):
-            self._engine.post(partial(self._core.start, report.Start(message.leg, message.request)))
+            self._intake.start(report.Start(message.leg, message.request))
         elif isinstance(message, Cancel):
-            self._engine.post(partial(self._core.cancel, message.key, message.choice))
+            self._intake.cancel(message.key, message.choice)
 
     # --- the way back, from the engine thread
 
@@ -159,7 +162,10 @@ class Colocated:
         self._snapshot = snapshot
         self._registry.report(self._epoch, snapshot.load)
         for delta in deltas:
-            self._dispatcher.deliver(self._epoch, delta)
+            self._answer(delta)
+
+    def _answer(self, delta: Delta) -> None:
+        self._dispatcher.deliver(self._epoch, delta)
 
     def _lose_node(self, error: KvrelayError) -> None:
         self._registry.remove(self._epoch)

@@ -32,6 +32,9 @@ class NodeConfig(EngineConfig):
     """PEM file of that certificate's key."""
     data_tls_ca: str = ""
     """PEM file of the authority that has signed the other nodes' certificates."""
+    prepare_structured_output: bool = False
+    """Read the vocabulary for structured outputs at the start: when the first one comes, that takes 0.3 s for 49,000
+    tokens and 2.7 s for 262,000, and holds all other requests up for a good part of it."""
     drain_timeout_s: float = 30.0
     """How long requests may still run after SIGTERM."""
     log_json: bool = False

@@ -56,6 +56,8 @@ class NodeCore(ABC):
         try:
             if self._num_live() >= MAX_LEGS:
                 raise ResourceExhausted(f"{MAX_LEGS} requests wait or run on this node already")
+            if (start.matcher is None) != (start.request.sampling.structured_output is None):
+                raise Internal("a structured output and what it is matched by come together")
             self._start(start)
         except KvrelayError as error:
             self._say(Delta(key=key, error=error, ended=True))

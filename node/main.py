@@ -8,6 +8,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvrelay import __version__
@@ -19,10 +20,12 @@ from kvrelay.engine.log import configure, fields, get_logger
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.request import RequestKey
 from kvrelay.engine.step import Executor
+from kvrelay.engine.structured_output import FormCompiler
 from kvrelay.node.config import NodeConfig
 from kvrelay.node.core import NodeCore, OnReport
 from kvrelay.node.engine_thread import EngineThread
 from kvrelay.node.found_blocks import FoundBlocks
+from kvrelay.node.intake import Intake
 from kvrelay.node.link import NodeIdentity, RouterLink
 from kvrelay.node.report import Snapshot, Start
 from kvrelay.node.server import NodeServer
@@ -104,6 +107,10 @@ class _NodeProcess:
         self._died = False
         self._core, connector_address = self._build(info, runner, cluster_secret)
         self._snapshot = self._core.snapshot()
+        compiler = FormCompiler(info)
+        if self._config.prepare_structured_output:
+            await asyncio.to_thread(compiler.prepare)
+        self._intake = Intake(self._core, self._engine, compiler, self._say)
         self._engine.start(self._core)
         server = NodeServer(self._role.name, self._epoch, self._name, self.statistics)
         running: list[asyncio.Task[None]] = []
@@ -120,6 +127,7 @@ class _NodeProcess:
             await self._drain()
         finally:
             await asyncio.gather(*(link.stop(task) for link, task in zip(self._links, running, strict=True)))
+            self._intake.close()
             await asyncio.to_thread(self._engine.stop, CLOSE_TIMEOUT_S)
             await server.stop()
         return 1 if self._died else 0
@@ -189,7 +197,7 @@ class _NodeProcess:
             link.send_draining()
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
-                while self._snapshot.num_live and not self._died:
+                while (self._snapshot.num_live or self._intake.num_compiling) and not self._died:
                     self._reported.clear()
                     await self._reported.wait()
         except TimeoutError:
@@ -218,18 +226,25 @@ class _NodeProcess:
         for link in self._links:
             link.send_step(tuple(delta for delta in deltas if link.owns(delta.key)), snapshot, change)
 
+    def _say(self, delta: Delta) -> None:
+        """What is said of a leg that the engine has not heard of."""
+        for link in self._links:
+            if link.owns(delta.key):
+                link.send_step((delta,), self._snapshot)
+        self._reported.set()
+
     # --- LinkEvents
 
     def on_start(self, start: Start) -> None:
-        self._engine.post(lambda: self._core.start(start))
+        self._intake.start(start)
 
     def on_cancel(self, key: RequestKey, choice: int | None = None) -> None:
-        self._post_quietly(lambda: self._core.cancel(key, choice))
+        self._quietly(partial(self._intake.cancel, key, choice))
 
     def on_peers(self, link: RouterLink, peers: tuple[Peer, ...]) -> None:
         self._peers[link.address] = peers
         every = {peer.epoch: peer for known in self._peers.values() for peer in known}
-        self._post_quietly(lambda: self._core.set_peers(every.values()))
+        self._quietly(lambda: self._engine.post(lambda: self._core.set_peers(every.values())))
 
     def on_drain(self) -> None:
         self._stop.set()
@@ -247,9 +262,9 @@ class _NodeProcess:
         """Transfers go on while the engine idles."""
         return replace(self._snapshot, transfers=self._core.transfer_statistics())
 
-    def _post_quietly(self, message: Callable[[], None]) -> None:
+    def _quietly(self, post: Callable[[], None]) -> None:
         """Post what has nobody to answer to. A full inbox means an engine that has stood still for long."""
         try:
-            self._engine.post(message)
+            post()
         except KvrelayError:
             log.exception("inbox_full")

@@ -6,17 +6,21 @@ from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.block_pool import BlockCounts
 from kvrelay.engine.legs import Leg, Load
 from kvrelay.engine.metrics import BATCH_SIZES, STEP_SECONDS, HistogramSnapshot, empty_histogram
-from kvrelay.engine.request import Request
+from kvrelay.engine.request import Matcher, Request
 from kvrelay.engine.swap_space import SwapStatistics
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A router asks for one leg of one request. `peer_epoch` is the other node of the hand-off, if there is one."""
+    """A router asks for one leg of one request. `peer_epoch` is the other node of the hand-off, if there is one.
+
+    `matcher`: of its structured output, if it asks for one.
+    """
 
     leg: Leg
     request: Request
     peer_epoch: str = ""
+    matcher: Matcher | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,14 @@ from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, CacheChange, Delta, HandoffReport, Leg, LegReport, Load, Peer
 from kvrelay.engine.metrics import HistogramSnapshot, ProcessStatistics
-from kvrelay.engine.request import Logprobs, Request, RequestKey, SamplingParams
+from kvrelay.engine.request import (
+    Logprobs,
+    Request,
+    RequestKey,
+    SamplingParams,
+    StructuredKind,
+    StructuredOutput,
+)
 from kvrelay.node.report import Snapshot, Start
 from kvrelay.proto import inference_pb2, node_pb2
 
@@ -100,7 +107,22 @@ def read_sampling(
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         bad_word_ids=bad_word_ids,
         n=message.n,
+        structured_output=_read_structured_output(message) if message.HasField("structured_output") else None,
     )
+
+
+def _read_structured_output(message: inference_pb2.SamplingParams) -> StructuredOutput:
+    """Raises: InvalidArgument. What the form says is looked at where it is compiled."""
+    asked = message.structured_output
+    match asked.WhichOneof("form"):
+        case None:
+            raise InvalidArgument("structured_output", None, "unknown")
+        case "json_object":
+            return StructuredOutput(kind=StructuredKind.JSON_OBJECT)
+        case "choice":
+            return StructuredOutput(kind=StructuredKind.CHOICE, choices=tuple(asked.choice.choices))
+        case kind:
+            return StructuredOutput(kind=StructuredKind(kind), specification=getattr(asked, kind))
 
 
 def read_peers(message: node_pb2.Peers) -> tuple[Peer, ...]:

@@ -70,7 +70,7 @@ class PrefillNode(NodeCore):
             raise Internal(f"a prefill node was asked for the leg {start.leg.name}")
         if key in self._legs:
             raise Internal(f"attempt {key.attempt} of this request is already here")
-        leg = PrefillLeg(Sequence(start.request), start.peer_epoch, self.clock.now())
+        leg = PrefillLeg(Sequence(start.request, matcher=start.matcher), start.peer_epoch, self.clock.now())
         self.engine.scheduler.add(leg.sequence)
         self._legs[key] = leg
 

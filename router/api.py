@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.engine.legs import HandoffReport
-from kvrelay.engine.request import FinishReason, Logprobs
+from kvrelay.engine.request import FinishReason, Logprobs, StructuredOutput
 from kvrelay.router.messages import TraceContext
 
 
@@ -43,6 +43,7 @@ class RawSampling:
     bad_words: Sequence[str] = ()
     n: int | None = None
     skip_special_tokens: bool | None = None
+    structured_output: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

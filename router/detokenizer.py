@@ -153,6 +153,8 @@ class OutputText:
                 finish_reason = FinishReason.STOP
             else:
                 shown.append(self._held)
+        if finish_reason is FinishReason.COMPLETE:
+            finish_reason = FinishReason.STOP
         return Piece("".join(shown), len(token_ids), finish_reason)
 
     def _take(self, text: str, shown: list[str]) -> bool:

@@ -3,7 +3,14 @@
 from kvrelay.engine.errors import InvalidArgument, RemoteError
 from kvrelay.engine.kv_layout import KVLayout
 from kvrelay.engine.legs import CacheChange, Delta, HandoffReport, Leg, LegReport, Load
-from kvrelay.engine.request import FinishReason, Logprobs, RequestKey, SamplingParams
+from kvrelay.engine.request import (
+    FinishReason,
+    Logprobs,
+    RequestKey,
+    SamplingParams,
+    StructuredKind,
+    StructuredOutput,
+)
 from kvrelay.proto import inference_pb2, node_pb2 as pb
 from kvrelay.router.messages import Cancel, NodeFacts, Peers, Role, Start, ToNode
 
@@ -192,4 +199,21 @@ def _write_sampling(sampling: SamplingParams) -> inference_pb2.SamplingParams:
         logprobs=sampling.logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
         n=sampling.n,
+        structured_output=None
+        if sampling.structured_output is None
+        else _write_structured_output(sampling.structured_output),
     )
+
+
+def _write_structured_output(form: StructuredOutput) -> inference_pb2.StructuredOutput:
+    match form.kind:
+        case StructuredKind.JSON_OBJECT:
+            return inference_pb2.StructuredOutput(json_object=inference_pb2.JsonObject())
+        case StructuredKind.CHOICE:
+            return inference_pb2.StructuredOutput(choice=inference_pb2.Choices(choices=form.choices))
+        case StructuredKind.JSON_SCHEMA:
+            return inference_pb2.StructuredOutput(json_schema=form.specification)
+        case StructuredKind.REGEX:
+            return inference_pb2.StructuredOutput(regex=form.specification)
+        case StructuredKind.GRAMMAR:
+            return inference_pb2.StructuredOutput(grammar=form.specification)

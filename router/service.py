@@ -8,14 +8,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import DeadlineExceeded, InvalidArgument
 from kvrelay.engine.model_info import ModelInfo
+from kvrelay.engine.pieces import Pieces
 from kvrelay.engine.request import Request, RequestKey
+from kvrelay.engine.structured_output import check_structured_output
 from kvrelay.router import validation
 from kvrelay.router.admission import Admission
 from kvrelay.router.api import Output, RawPrompt, RawRequest
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.detokenizer import decode
 from kvrelay.router.dispatch import Dispatcher
-from kvrelay.router.pieces import Pieces
 from kvrelay.router.registry import Registry
 from kvrelay.router.tokenizer import Tokenizer
 from kvrelay.router.validation import Limits
@@ -88,6 +89,8 @@ class InferenceService:
         try:
             async with asyncio.timeout(timeout_s):
                 token_ids = await self._tokenize(raw.prompt, at_most=limits.max_model_len - 1)
+                if raw.sampling.structured_output is not None:
+                    await asyncio.to_thread(check_structured_output, raw.sampling.structured_output)
                 bad_word_ids = await self._tokenizer.encode_bad_words(raw.sampling.bad_words)
         except TimeoutError:
             raise DeadlineExceeded(f"not finished within {timeout_s:.3g} s") from None

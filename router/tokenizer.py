@@ -14,9 +14,9 @@ import tokenizers
 
 from kvrelay.engine.errors import InvalidArgument, ModelError
 from kvrelay.engine.model_info import ModelInfo
+from kvrelay.engine.pieces import load_tokenizer, pieces_of, special_ids
 from kvrelay.router.api import ChatMessage
 from kvrelay.router.chat_template import ChatTemplate, find_chat_template
-from kvrelay.router.pieces import Pieces
 
 _INLINE_CHARACTERS = 2048  # a thread's hand-over costs as much as tokenising this
 _TURN_CHARACTERS = 16  # what a template puts around a message, about
@@ -40,10 +40,8 @@ class Tokenizer:
         self._bos_token_id = bos_token_id
         self._add_bos_token = add_bos_token
         self._chat_template = chat_template
-        added, model = library.get_added_tokens_decoder(), library.model
-        verbatim = {token_id: token.content for token_id, token in added.items() if model.id_to_token(token_id) is None}
-        self.pieces = Pieces(_decoder_of(library), library.id_to_token, verbatim)
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.pieces = pieces_of(library)
+        self.special_ids = special_ids(library)
 
     @classmethod
     def load(cls, info: ModelInfo) -> "Tokenizer":
@@ -51,13 +49,7 @@ class Tokenizer:
 
         Raises: ModelError.
         """
-        file = info.path / "tokenizer.json"
-        try:
-            library = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelError(f"{file}: missing") from None
-        except Exception as error:  # the library raises no other class
-            raise ModelError(f"{file}: {error}") from error
+        library = load_tokenizer(info.path)
         config = _read_config(info.path / "tokenizer_config.json")
         return cls(
             library,
@@ -141,11 +133,6 @@ class Tokenizer:
                 raise InvalidArgument(f"bad_words[{i}]", word, "becomes no tokens")
             found.update(dict.fromkeys(spelled))
         return tuple(found)
-
-
-def _decoder_of(library: tokenizers.Tokenizer) -> dict[str, Any] | None:
-    """tokenizer.json's "decoder", by the pickling protocol: printing the whole tokenizer takes 0.1 s."""
-    return None if library.decoder is None else json.loads(library.decoder.__getstate__())
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.errors import InvalidArgument, NotFound
-from kvrelay.engine.request import Request, RequestKey, SamplingParams
+from kvrelay.engine.request import Request, RequestKey, SamplingParams, StructuredOutput
 from kvrelay.router.api import ChatMessage, RawPrompt, RawRequest, RawSampling
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.messages import TraceContext
@@ -179,6 +179,17 @@ def _check_sampling(raw: RawSampling, limits: Limits) -> None:
     _within("repetition_penalty", raw.repetition_penalty, 0.0, 100.0, open_low=True)
     _check_logit_bias(raw.logit_bias, limits)
     _between("seed", raw.seed, 0, 2**64 - 1)
+    if raw.structured_output is not None:
+        _check_beside_form(raw)
+
+
+def _check_beside_form(raw: RawSampling) -> None:
+    """The form says when an output ends; whether it can be compiled is asked elsewhere."""
+    if not isinstance(raw.structured_output, StructuredOutput):
+        raise InvalidArgument("structured_output", raw.structured_output, "must be a StructuredOutput")
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(raw, name):
+            raise InvalidArgument(name, getattr(raw, name), "a structured output ends when its form says so")
 
 
 def _check_logit_bias(logit_bias: Mapping[int, float], limits: Limits) -> None:
@@ -211,6 +222,7 @@ def _make_sampling(
         "prompt_logprobs": raw.prompt_logprobs,
         "n": raw.n,
         "skip_special_tokens": raw.skip_special_tokens,
+        "structured_output": raw.structured_output,
     }
     kept = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(max_tokens=max_tokens, seed=seed, bad_word_ids=bad_word_ids, **kept)  # type: ignore[arg-type]

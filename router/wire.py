@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import overload
 
+from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.model_info import ModelInfo
-from kvrelay.engine.request import Logprobs
+from kvrelay.engine.request import Logprobs, StructuredKind, StructuredOutput
 from kvrelay.proto import inference_pb2 as pb
 from kvrelay.router.api import ChatMessage, Handoff, Output, RawPrompt, RawRequest, RawSampling, Timings, Usage
 from kvrelay.router.messages import TraceContext
@@ -85,8 +86,23 @@ def _read_sampling(message: pb.SamplingParams) -> RawSampling:
         stop_token_ids=message.stop_token_ids,
         logit_bias=message.logit_bias,
         bad_words=message.bad_words,
+        structured_output=_read_structured_output(message) if message.HasField("structured_output") else None,
         **given,
     )
+
+
+def _read_structured_output(message: pb.SamplingParams) -> StructuredOutput:
+    """Raises: InvalidArgument where no form is set."""
+    asked = message.structured_output
+    match asked.WhichOneof("form"):
+        case None:
+            raise InvalidArgument("structured_output", None, f"one of {', '.join(StructuredKind)} is needed")
+        case "json_object":
+            return StructuredOutput(kind=StructuredKind.JSON_OBJECT)
+        case "choice":
+            return StructuredOutput(kind=StructuredKind.CHOICE, choices=tuple(asked.choice.choices))
+        case kind:
+            return StructuredOutput(kind=StructuredKind(kind), specification=getattr(asked, kind))
 
 
 def write_output(request_id: str, output: Output) -> pb.GenerateResponse:

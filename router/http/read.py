@@ -9,6 +9,7 @@ import msgspec
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.router.api import ChatMessage, RawPrompt, RawRequest, RawSampling
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.http.response_format import FIELDS, structured_output
 from kvrelay.router.http.schema import ChatCompletionRequest, CompletionRequest, Message, Sampling
 from kvrelay.router.messages import TraceContext
 
@@ -178,6 +179,7 @@ def _read_sampling(body: Sampling) -> RawSampling:
         stop_token_ids=body.stop_token_ids or (),
         logit_bias=_read_logit_bias(body.logit_bias or {}),
         bad_words=body.bad_words or (),
+        structured_output=structured_output({name: getattr(body, name) for name in FIELDS}),
         **given,
     )
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from kvrelay.engine.pieces import Pieces
 from kvrelay.engine.request import Logprobs
 from kvrelay.router.api import Output, Summary
 from kvrelay.router.http.answers import (
@@ -30,7 +31,6 @@ from kvrelay.router.http.answers import (
     TokenLogprobs,
     Usage,
 )
-from kvrelay.router.pieces import Pieces
 
 _encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"

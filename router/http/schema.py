@@ -51,6 +51,14 @@ class Sampling(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
 
+    # structured output: OpenAI's, vLLM's, and vLLM's older names; at most one of them may ask for a form
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
     # ours
     timeout_s: float | None = None
     return_timings: bool | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.mixtures import random_request
+from support.mixtures import as_form, random_request
 from support.oracle import random_prompt
 from support.roles import Client, Roles, wait_for
 
@@ -93,7 +93,7 @@ def any_sampling(rng: random.Random, number: int) -> SamplingParams:
         **kept
         | {
             "logit_bias": dict(given.logit_bias),
-            "bad_words": rng.sample(WORDS, rng.choice([0, 0, 3])),
+            "bad_words": [] if given.structured_output else rng.sample(WORDS, rng.choice([0, 0, 3])),
             "stop": rng.sample(["e", "he", "q", "Z", "0"], rng.choice([0, 0, 2])),
             "include_stop_str_in_output": rng.choice([True, False]),
             "skip_special_tokens": rng.choice([True, False]),
@@ -103,6 +103,7 @@ def any_sampling(rng: random.Random, number: int) -> SamplingParams:
 
 def as_message(prompt: str | list[int], params: SamplingParams) -> pb.GenerateRequest:
     given = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    given["structured_output"] = as_form(params.structured_output)
     sampling = pb.SamplingParams(**{name: value for name, value in given.items() if value is not None})
     if isinstance(prompt, str):
         return pb.GenerateRequest(text=prompt, sampling=sampling)

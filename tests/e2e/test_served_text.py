@@ -19,8 +19,8 @@ from support.roles import Client, Roles
 from support.tiny_tokenizers import byte_fallback
 from tokenizers import Tokenizer
 
+from kvrelay.engine.pieces import byte_level_alphabet
 from kvrelay.proto import inference_pb2
-from kvrelay.router.pieces import byte_level_alphabet
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,9 @@ from support.tiny_tokenizers import (
     word_piece,
 )
 
+from kvrelay.engine.pieces import byte_level_alphabet
 from kvrelay.engine.request import FinishReason, Request, RequestKey, SamplingParams
 from kvrelay.router.detokenizer import Detokenizer, OutputText, decode, make_output_texts
-from kvrelay.router.pieces import byte_level_alphabet
 from kvrelay.router.tokenizer import Tokenizer
 
 KINDS = {

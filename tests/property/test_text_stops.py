@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from hypothesis import example, given, settings, strategies as st
 from support.tiny_tokenizers import byte_fallback, byte_level
 
+from kvrelay.engine.pieces import byte_level_alphabet
 from kvrelay.engine.request import FinishReason, SamplingParams
 from kvrelay.router.detokenizer import Detokenizer, OutputText, StopStrings
-from kvrelay.router.pieces import byte_level_alphabet
 from kvrelay.router.tokenizer import Tokenizer
 
 SERVED = [Tokenizer(byte_level()), Tokenizer(byte_fallback())]

@@ -1,16 +1,30 @@
 """Requests with any parameters, in any mixture."""
 
 import random
+from dataclasses import replace
 
 from support.oracle import make_request, random_prompt
 
-from kvrelay.engine.request import Request
+from kvrelay.engine.request import Request, StructuredKind, StructuredOutput
+from kvrelay.proto import inference_pb2 as pb
+
+FORMS = (
+    StructuredOutput(kind=StructuredKind.JSON_OBJECT),
+    StructuredOutput(
+        kind=StructuredKind.JSON_SCHEMA,
+        specification='{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x","yz"]}},'
+        '"required":["a","b"],"additionalProperties":false}',
+    ),
+    StructuredOutput(kind=StructuredKind.REGEX, specification="[a-f]{2,9}( and [g-m]{1,5})?"),
+    StructuredOutput(kind=StructuredKind.CHOICE, choices=("yes", "yes, of course", "no", "größer")),
+    StructuredOutput(kind=StructuredKind.GRAMMAR, specification='start: "(" start ")" | /[0-9]{1,3}/'),
+)
 
 
 def random_request(rng: random.Random, number: int) -> Request:
     """Any parameters, in any mixture."""
     ids = range(256)
-    return make_request(
+    request = make_request(
         random_prompt(rng.choice([1, 5, 16, 17, 40, 64, 65]), seed=rng.randrange(3)),
         f"random-{number}",
         max_tokens=rng.randint(1, 24),
@@ -32,3 +46,21 @@ def random_request(rng: random.Random, number: int) -> Request:
         n=rng.choice([1, 1, 2, 3]),
         priority=rng.choice([0, 0, 1]),
     )
+    return with_form(request, rng.choice(FORMS)) if rng.random() < 0.25 else request
+
+
+def with_form(request: Request, form: StructuredOutput) -> Request:
+    """It ends when its form says so; and a few bad words may forbid all that the form allows."""
+    sampling = replace(request.sampling, structured_output=form, min_tokens=0, ignore_eos=False, bad_word_ids=())
+    return replace(request, sampling=sampling)
+
+
+def as_form(form: StructuredOutput | None) -> pb.StructuredOutput | None:
+    """As gRPC's clients send it."""
+    if form is None:
+        return None
+    if form.kind is StructuredKind.JSON_OBJECT:
+        return pb.StructuredOutput(json_object=pb.JsonObject())
+    if form.kind is StructuredKind.CHOICE:
+        return pb.StructuredOutput(choice=pb.Choices(choices=form.choices))
+    return pb.StructuredOutput(**{form.kind: form.specification})

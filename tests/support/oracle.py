@@ -13,14 +13,21 @@ from kvrelay.engine.config import EngineConfig
 from kvrelay.engine.engine import Engine, RowOutput
 from kvrelay.engine.model_info import ModelInfo, read_model_info
 from kvrelay.engine.model_runner import ModelRunner
-from kvrelay.engine.request import Logprobs, OutputToken, Request, RequestKey, SamplingParams, Sequence
+from kvrelay.engine.request import Logprobs, Matcher, OutputToken, Request, RequestKey, SamplingParams, Sequence
 from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.structured_output import FormCompiler
 
 GREEDY = {"temperature": 0.0}
 
 
 def engine_config(model: Path, **overrides: Any) -> EngineConfig:
     return EngineConfig(**{"model": str(model), "dtype": "float32", "num_blocks": 64, "threads": 1} | overrides)
+
+
+def matcher_of(compiler: FormCompiler, request: Request) -> Matcher | None:
+    """What a node has made of a request's form, before its engine hears of it."""
+    form = request.sampling.structured_output
+    return None if form is None else compiler.compile(form, request.output_token_ids)
 
 
 def random_prompt(length: int, seed: int = 0) -> list[int]:
@@ -75,6 +82,7 @@ class Oracle:
         self.info: ModelInfo = read_model_info(model, gguf=gguf)
         self.config = engine_config(model, **overrides)
         self.runner = ModelRunner.load(self.info, self.config)
+        self._compiler = FormCompiler(self.info)
 
     def generate(self, prompt: Seq[int], **sampling: Any) -> list[int]:
         """The output tokens of one request alone."""
@@ -99,7 +107,7 @@ class Oracle:
         engine = Engine(scheduler, self.runner, self.info.eos_token_ids, MonotonicClock())
         answers = {request.key: OracleAnswer() for request in requests}
         for request in requests:
-            scheduler.add(Sequence(request))
+            scheduler.add(Sequence(request, matcher=matcher_of(self._compiler, request)))
         while scheduler.waiting or scheduler.running or scheduler.swapped:
             for row in engine.execute(*engine.plan()).outputs:
                 assert row.error is None, row.error

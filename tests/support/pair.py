@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support.fake_transport import FakeNetwork, FakeReader, FakeWriter
-from support.oracle import engine_config
+from support.oracle import engine_config, matcher_of
 
 from kvrelay.connector.base import CancelOutcome, GrantPlan, KVReceiver, KVSender, Landed, Offer, Released
 from kvrelay.connector.factory import make_receiver, make_sender
@@ -33,6 +33,7 @@ from kvrelay.engine.model_runner import ModelRunner
 from kvrelay.engine.request import FinishReason, Logprobs, Request, RequestKey
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.secret import new_epoch
+from kvrelay.engine.structured_output import FormCompiler
 from kvrelay.node.core import NodeCore
 from kvrelay.node.engine_thread import EngineThread
 from kvrelay.node.found_blocks import FoundBlocks
@@ -182,6 +183,7 @@ class Pair:
         `gguf`: what the model was made of."""
         self._transfer_dtype, self._kv_digests = transfer_dtype, kv_digests
         self.info = read_model_info(model, gguf=gguf)
+        self._compiler = FormCompiler(self.info)
         self._answers: dict[RequestKey, Answer] = {}
         self._changed = threading.Condition()
         prefill_config = engine_config(model, **(prefill or {}))
@@ -281,7 +283,8 @@ class Pair:
 
     def _call(self, request: Request, name: str, leg: Leg) -> None:
         node, other = (self.prefill, self.decode) if name == "prefill" else (self.decode, self.prefill)
-        start = Start(leg, request, "" if leg is Leg.WHOLE else other.epoch)
+        peer_epoch = "" if leg is Leg.WHOLE else other.epoch
+        start = Start(leg, request, peer_epoch, matcher_of(self._compiler, request))
         node.post(lambda: node.core.start(start))
 
     def cancel(self, key: RequestKey, choice: int | None = None) -> None:

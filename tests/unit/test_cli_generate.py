@@ -5,6 +5,7 @@ import io
 import json
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from grpc_health.v1 import health_pb2
@@ -15,7 +16,7 @@ from kvrelay.cli.client import NodeView, RouterClient
 from kvrelay.cli.config import GenerateConfig
 from kvrelay.cli.main import ExitCode, main
 from kvrelay.engine.errors import ConfigError, RemoteError, Unavailable
-from kvrelay.proto import node_pb2
+from kvrelay.proto import inference_pb2 as pb, node_pb2
 
 
 def beside_a_router(test: Callable[[FakeRouter], Awaitable[None]]) -> None:
@@ -197,3 +198,23 @@ def test_a_lost_router_is_unavailable_for_the_cluster_too() -> None:
                 await client.nodes(timeout_s=5)
 
     asyncio.run(ask())
+
+
+def test_a_form_reaches_the_router_whichever_way_it_is_given(tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    asked: dict[str, tuple[object, object]] = {
+        "json_object": (True, pb.StructuredOutput(json_object=pb.JsonObject())),
+        "json_schema": (f"@{schema}", pb.StructuredOutput(json_schema='{"type": "object"}')),
+        "regex": ("a+", pb.StructuredOutput(regex="a+")),
+        "choice": (("yes", "no"), pb.StructuredOutput(choice=pb.Choices(choices=["yes", "no"]))),
+    }
+    for name, (value, expected) in asked.items():
+        _, router = generated("one", **{name: value})
+        assert router.requests[0].sampling.structured_output == expected
+    _, router = generated("one", json_schema='{"type": "array"}')
+    assert router.requests[0].sampling.structured_output.json_schema == '{"type": "array"}'
+    with pytest.raises(ConfigError, match="one form"):
+        GenerateConfig(prompt=("x",), regex="a", json_object=True)
+    with pytest.raises(ConfigError, match="json_schema = @"):
+        GenerateConfig(prompt=("x",), json_schema=f"@{tmp_path}/missing").sampling()

@@ -6,9 +6,9 @@ import time
 import pytest
 from support.tiny_tokenizers import EOS, byte_fallback, byte_level
 
+from kvrelay.engine.pieces import byte_level_alphabet
 from kvrelay.engine.request import FinishReason, Request, RequestKey, SamplingParams
 from kvrelay.router.detokenizer import Detokenizer, OutputText, Piece, StopStrings, decode, make_output_texts
-from kvrelay.router.pieces import byte_level_alphabet
 from kvrelay.router.tokenizer import Tokenizer
 
 BYTE_LEVEL, BYTE_FALLBACK = Tokenizer(byte_level()), Tokenizer(byte_fallback())

@@ -179,7 +179,7 @@ def test_added_tokens_are_found_in_text_and_stand_for_themselves(tmp_path: Path)
 
 
 def test_the_router_spells_an_added_token_as_it_stands(tmp_path: Path) -> None:
-    from kvrelay.router.pieces import Pieces
+    from kvrelay.engine.pieces import Pieces
 
     library = read(tmp_path, with_added(("<café>", USER_DEFINED), ("<｜end▁of▁text｜>", CONTROL))).backend  # noqa: RUF001
     decoder = json.loads(library.to_str())["decoder"]

@@ -33,14 +33,20 @@ LIGHT = frozenset(
         "models.llama_like",
         "models.options",
         "models.rope_config",
+        "pieces",
         "process",
         "request",
         "secret",
+        "structured_output",
         "weight_files",
     )
 )
 # What a light module may import where it is needed, and not before.
-LAZY = {"kvrelay.engine.model_store": {"huggingface_hub"}}
+LAZY = {
+    "kvrelay.engine.model_store": {"huggingface_hub"},
+    "kvrelay.engine.pieces": {"tokenizers"},
+    "kvrelay.engine.structured_output": {"llguidance"},
+}
 
 # folder -> folders of ours that it may import; "light": engine's light modules alone.
 ALLOWED = {

@@ -7,8 +7,8 @@ from support.tiny_tokenizers import byte_fallback, byte_level_with_added
 from tokenizers import decoders
 
 from kvrelay.engine.errors import ModelError
+from kvrelay.engine.pieces import Pieces
 from kvrelay.router.detokenizer import decode
-from kvrelay.router.pieces import Pieces
 from kvrelay.router.tokenizer import Tokenizer
 
 REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}

@@ -11,12 +11,17 @@ library's own decoding, on purpose:
   letters in it that are also in the vocabulary's alphabet ("é", "đ") for the bytes that they stand for there.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvrelay.engine.errors import ModelError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _BYTE_TOKENS = {f"<0x{byte:{form}}>": bytes([byte]) for byte in range(256) for form in ("02X", "02x")}
 
@@ -79,6 +84,36 @@ class Pieces(dict[int, bytes]):
             return content.encode()
         token = self._id_to_token(token_id)
         return None if token is None else self._decode(token, begins)
+
+
+def load_tokenizer(folder: Path) -> "tokenizers.Tokenizer":
+    """A model folder's tokenizer.json. Raises: ModelError."""
+    import tokenizers  # not before a text is tokenised
+
+    file = folder / "tokenizer.json"
+    try:
+        return tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{file}: missing") from None
+    except Exception as error:  # the library raises no other class
+        raise ModelError(f"{file}: {error}") from error
+
+
+def special_ids(library: "tokenizers.Tokenizer") -> frozenset[int]:
+    """The tokens that are marks, and no text."""
+    return frozenset(token_id for token_id, token in library.get_added_tokens_decoder().items() if token.special)
+
+
+def pieces_of(library: "tokenizers.Tokenizer") -> Pieces:
+    """Raises: ModelError for a decoder that is not supported."""
+    added, model = library.get_added_tokens_decoder(), library.model
+    verbatim = {token_id: token.content for token_id, token in added.items() if model.id_to_token(token_id) is None}
+    return Pieces(_decoder_of(library), library.id_to_token, verbatim)
+
+
+def _decoder_of(library: "tokenizers.Tokenizer") -> dict[str, Any] | None:
+    """tokenizer.json's "decoder", by the pickling protocol: printing the whole tokenizer takes 0.1 s."""
+    return None if library.decoder is None else json.loads(library.decoder.__getstate__())
 
 
 def _make_decode(decoder: dict[str, Any] | None) -> _Decode:
