@@ -9,7 +9,7 @@ GENERATE = {
 SAMPLING = {
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logit_bias",
-    "logprobs", "prompt_logprobs", "bad_words", "n", "skip_special_tokens",
+    "logprobs", "prompt_logprobs", "bad_words", "n", "skip_special_tokens", "structured_output",
 }  # fmt: skip
 
 
