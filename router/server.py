@@ -59,10 +59,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             ):
                 has_begun = False
                 async for output in outputs:
+                    message = wire.write_output(raw.request_id, output)
                     if not has_begun:  # not before there is something: until then clients may try again elsewhere
                         await begin_answer(context)
                         has_begun = True
-                    await context.write(wire.write_output(raw.request_id, output))
+                    else:  # so that gRPC's thread is woken once for what a step brought all streams (bench/README.md)
+                        await asyncio.sleep(0)
+                    await context.write(message)
 
     async def GetModel(  # noqa: N802
         self, request: inference_pb2.GetModelRequest, context: Context
