@@ -9,6 +9,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from kvrelay.engine.config import EngineConfig, KvTransferDtype, KvTransport, check_port, parse_size
 from kvrelay.engine.errors import ConfigError
+from kvrelay.engine.traces import check_endpoint
 from kvrelay.node.config import check_data_tls
 
 
@@ -33,6 +34,11 @@ class UpConfig(EngineConfig):
     """PEM file of that certificate's key."""
     data_tls_ca: str = ""
     """PEM file of the authority that has signed it."""
+    prepare_structured_output: bool = False
+    """Have the nodes read the vocabulary for structured outputs at the start, and not when the first one comes."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector (OTLP over HTTP) for traces of router and nodes, such as http://127.0.0.1:4318; empty:
+    none. Needs `pip install 'kvrelay[otel]'`."""
     port: int = 0
     """Port of the router's gRPC; 0: 7070, or any free one where that is taken."""
     http_port: int = 0
@@ -53,6 +59,7 @@ class UpConfig(EngineConfig):
         check_port("port", self.port)
         check_port("http_port", self.http_port, or_none=True)
         check_data_tls(self.data_tls_cert, self.data_tls_key, self.data_tls_ca)
+        check_endpoint(self.otlp_endpoint)
         for name in ("drain_timeout_s", "ready_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive")

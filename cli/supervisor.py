@@ -246,7 +246,7 @@ async def _all_of(tasks: list[asyncio.Task[None]]) -> None:
 def router_arguments(config: UpConfig, port: int, http_port: int) -> list[str]:
     """The router's command line. API keys are not on it: they are in the environment."""
     own = ["--model", config.model, "--port", str(port), "--http-port", str(http_port)]
-    own += ["--drain-timeout-s", str(config.drain_timeout_s)]
+    own += ["--drain-timeout-s", str(config.drain_timeout_s), "--otlp-endpoint", config.otlp_endpoint]
     return ["router", *own]
 
 
@@ -254,6 +254,8 @@ def node_arguments(config: UpConfig, router: str, num_cores: int) -> list[tuple[
     """Each node's name and command line, the prefill nodes first."""
     common = [*engine_flags(config), "--router", router, "--drain-timeout-s", str(config.drain_timeout_s)]
     common += ["--kv-transport", config.kv_transport, "--kv-transfer-dtype", config.kv_transfer_dtype]
+    common += ["--otlp-endpoint", config.otlp_endpoint]
+    common += ["--prepare-structured-output"] if config.prepare_structured_output else []
     if config.data_tls_cert:
         common += ["--data-tls-cert", config.data_tls_cert, "--data-tls-key", config.data_tls_key]
         common += ["--data-tls-ca", config.data_tls_ca]

@@ -23,6 +23,14 @@ class Leg(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class TraceContext:
+    """W3C trace context, handed on to the nodes."""
+
+    traceparent: str
+    tracestate: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Peer:
     """A decode node that a prefill node is to keep a session with."""
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvrelay.engine.config import EngineConfig, KvTransferDtype, KvTransport, check_advertise, check_port
 from kvrelay.engine.errors import ConfigError
+from kvrelay.engine.traces import check_endpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,9 @@ class NodeConfig(EngineConfig):
     prepare_structured_output: bool = False
     """Read the vocabulary for structured outputs at the start: when the first one comes, that takes 0.3 s for 49,000
     tokens and 2.7 s for 262,000, and holds all other requests up for a good part of it."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request, such as http://127.0.0.1:4318; empty:
+    none. Needs `pip install 'kvrelay[otel]'`."""
     drain_timeout_s: float = 30.0
     """How long requests may still run after SIGTERM."""
     log_json: bool = False
@@ -46,6 +50,7 @@ class NodeConfig(EngineConfig):
             raise ConfigError("router: at least one address is needed")
         check_port("port", self.port)
         check_advertise(self.bind, self.advertise)
+        check_endpoint(self.otlp_endpoint)
         check_data_tls(self.data_tls_cert, self.data_tls_key, self.data_tls_ca)
 
 

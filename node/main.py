@@ -21,6 +21,7 @@ from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.request import RequestKey
 from kvrelay.engine.step import Executor
 from kvrelay.engine.structured_output import FormCompiler
+from kvrelay.engine.traces import Tracing
 from kvrelay.node.config import NodeConfig
 from kvrelay.node.core import NodeCore, OnReport
 from kvrelay.node.engine_thread import EngineThread
@@ -29,6 +30,7 @@ from kvrelay.node.intake import Intake
 from kvrelay.node.link import NodeIdentity, RouterLink
 from kvrelay.node.report import Snapshot, Start
 from kvrelay.node.server import NodeServer
+from kvrelay.node.traces import LegTraces
 
 if TYPE_CHECKING:
     from kvrelay.engine.model_runner import ModelRunner  # and with it torch, which a process loads when it is set up
@@ -97,6 +99,9 @@ class _NodeProcess:
         self._links: tuple[RouterLink, ...] = ()
         self._peers: dict[str, tuple[Peer, ...]] = {}  # by router address
         self._found_blocks = FoundBlocks()
+        self._traces: LegTraces | None = None
+        if config.otlp_endpoint:
+            self._traces = LegTraces(Tracing(config.otlp_endpoint, f"kvrelay-{role.name}", epoch, self._clock))
 
     async def serve(self, info: ModelInfo, runner: "ModelRunner", cluster_secret: str) -> int:
         """Serve until a signal, a router's Drain or the engine's death."""
@@ -130,6 +135,8 @@ class _NodeProcess:
             self._intake.close()
             await asyncio.to_thread(self._engine.stop, CLOSE_TIMEOUT_S)
             await server.stop()
+            if self._traces is not None:
+                await asyncio.to_thread(self._traces.close)
         return 1 if self._died else 0
 
     def _build(self, info: ModelInfo, runner: "ModelRunner", cluster_secret: str) -> tuple[NodeCore, str]:
@@ -225,6 +232,7 @@ class _NodeProcess:
         self._reported.set()
         for link in self._links:
             link.send_step(tuple(delta for delta in deltas if link.owns(delta.key)), snapshot, change)
+        self._trace(deltas)
 
     def _say(self, delta: Delta) -> None:
         """What is said of a leg that the engine has not heard of."""
@@ -232,14 +240,25 @@ class _NodeProcess:
             if link.owns(delta.key):
                 link.send_step((delta,), self._snapshot)
         self._reported.set()
+        self._trace((delta,))
+
+    def _trace(self, deltas: tuple[Delta, ...]) -> None:
+        if self._traces is not None:
+            now = self._clock.now()
+            for delta in deltas:
+                self._traces.hear(delta, now)
 
     # --- LinkEvents
 
     def on_start(self, start: Start) -> None:
         self._intake.start(start)
+        if self._traces is not None:
+            self._traces.start(start, start.request.arrival)
 
     def on_cancel(self, key: RequestKey, choice: int | None = None) -> None:
         self._quietly(partial(self._intake.cancel, key, choice))
+        if self._traces is not None and choice is None:
+            self._traces.cancel(key, self._clock.now())
 
     def on_peers(self, link: RouterLink, peers: tuple[Peer, ...]) -> None:
         self._peers[link.address] = peers

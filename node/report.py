@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.connector.base import ConnectorStatistics
 from kvrelay.engine.block_pool import BlockCounts
-from kvrelay.engine.legs import Leg, Load
+from kvrelay.engine.legs import Leg, Load, TraceContext
 from kvrelay.engine.metrics import BATCH_SIZES, STEP_SECONDS, HistogramSnapshot, empty_histogram
 from kvrelay.engine.request import Matcher, Request
 from kvrelay.engine.swap_space import SwapStatistics
@@ -21,6 +21,7 @@ class Start:
     request: Request
     peer_epoch: str = ""
     matcher: Matcher | None = None
+    trace: TraceContext | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

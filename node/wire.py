@@ -4,7 +4,18 @@ from collections.abc import Iterator
 
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS, CacheChange, Delta, HandoffReport, Leg, LegReport, Load, Peer
+from kvrelay.engine.legs import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    CacheChange,
+    Delta,
+    HandoffReport,
+    Leg,
+    LegReport,
+    Load,
+    Peer,
+    TraceContext,
+)
 from kvrelay.engine.metrics import HistogramSnapshot, ProcessStatistics
 from kvrelay.engine.request import (
     Logprobs,
@@ -74,7 +85,8 @@ def read_start(message: node_pb2.Start, now: float, vocab_size: int) -> Start:
         deadline=now + message.timeout_s,
         cache_salt=message.cache_salt,
     )
-    return Start(_LEGS[message.leg], request, message.peer_epoch)
+    trace = TraceContext(message.trace.traceparent, message.trace.tracestate) if message.HasField("trace") else None
+    return Start(_LEGS[message.leg], request, message.peer_epoch, trace=trace)
 
 
 def read_sampling(

@@ -6,9 +6,8 @@ Raw types hold what a client sent, unchecked; `validation.py` turns them into `e
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.engine.legs import HandoffReport
+from kvrelay.engine.legs import HandoffReport, TraceContext
 from kvrelay.engine.request import FinishReason, Logprobs, StructuredOutput
-from kvrelay.router.messages import TraceContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvrelay.engine.config import check_advertise, check_port, parse_size
 from kvrelay.engine.errors import ConfigError
 from kvrelay.engine.legs import MAX_CHOICES, MAX_LOGPROBS
+from kvrelay.engine.traces import check_endpoint
 
 _AT_LEAST_ONE = (
     "max_requests",
@@ -63,6 +64,9 @@ class RouterConfig:
     """Allow a bind beyond loopback without a cluster secret."""
     log_json: bool = False
     """Log JSON lines instead of text."""
+    otlp_endpoint: str = ""
+    """OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request, such as http://127.0.0.1:4318; empty:
+    none. Needs `pip install 'kvrelay[otel]'`."""
     drain_timeout_s: float = 30.0
     """How long requests may still run after SIGTERM."""
     default_timeout_s: float = 600.0
@@ -135,6 +139,7 @@ class RouterConfig:
         if not all(self.api_key):
             raise ConfigError("api_key: a key must not be empty")
         check_advertise(self.bind, self.advertise)
+        check_endpoint(self.otlp_endpoint)
 
     @property
     def max_body_bytes(self) -> int:

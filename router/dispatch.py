@@ -12,12 +12,12 @@ from typing import Protocol
 
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import KvrelayError
-from kvrelay.engine.legs import Delta, Leg, LegReport
+from kvrelay.engine.legs import Delta, Leg, LegReport, TraceContext
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.request import Request, RequestKey
 from kvrelay.router.api import Handoff, Output, Summary, Timings, Usage
 from kvrelay.router.detokenizer import make_output_texts
-from kvrelay.router.messages import Cancel, Start, ToNode, TraceContext
+from kvrelay.router.messages import Cancel, Start, ToNode
 from kvrelay.router.observer import RequestObserver
 from kvrelay.router.policy import Placement, RequestFacts, place
 from kvrelay.router.prefix_index import PromptBlocks
@@ -25,6 +25,7 @@ from kvrelay.router.race import NewTokens, Race
 from kvrelay.router.registry import Node, Registry
 from kvrelay.router.stopwatch import Stopwatch
 from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.traces import RequestTraces
 
 log = get_logger(__name__)
 
@@ -83,8 +84,10 @@ class Dispatcher:
         tokenizer: Tokenizer,
         clock: Clock,
         observers: Sequence[RequestObserver] = (),
+        traces: RequestTraces | None = None,
     ) -> None:
-        self._observers = tuple(observers)
+        self._traces = traces
+        self._observers = tuple(observers) if traces is None else (*observers, traces)
         self._registry = registry
         self._nodes = nodes
         self._tokenizer = tokenizer
@@ -107,6 +110,8 @@ class Dispatcher:
         """
         outcome = "LEFT"
         answer = _Answer(request, self._tokenizer)
+        if self._traces is not None:
+            trace = self._traces.begin(request, trace)
         try:
             with self._attempt(request, trace) as entry:
                 answer.entry = entry

@@ -12,9 +12,9 @@ from typing import Any
 
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import ResourceExhausted
+from kvrelay.engine.legs import TraceContext
 from kvrelay.engine.request import Request
 from kvrelay.router.api import Handoff, Output, Timings
-from kvrelay.router.messages import TraceContext
 from kvrelay.router.node_statistics import BlockStatistics, TransferStatistics
 from kvrelay.router.policy import Placement
 from kvrelay.router.registry import Node

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kvrelay.engine.kv_layout import KVLayout
-from kvrelay.engine.legs import Leg, Peer
+from kvrelay.engine.legs import Leg, Peer, TraceContext
 from kvrelay.engine.request import Request, RequestKey
 
 
@@ -13,14 +13,6 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class TraceContext:
-    """W3C trace context, handed on to the nodes."""
-
-    traceparent: str
-    tracestate: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

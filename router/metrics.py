@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import KvrelayError
+from kvrelay.engine.legs import TraceContext
 from kvrelay.engine.metrics import Histogram, HistogramSnapshot, Recent, decades, fine_decades
 from kvrelay.engine.request import FinishReason, Request
 from kvrelay.router.api import Output, Summary, Timings
-from kvrelay.router.messages import TraceContext
 from kvrelay.router.node_statistics import OTHER, TRANSPORTS
 from kvrelay.router.policy import Placement
 

@@ -2,9 +2,9 @@
 
 from typing import Protocol
 
+from kvrelay.engine.legs import TraceContext
 from kvrelay.engine.request import Request
 from kvrelay.router.api import Output, Timings
-from kvrelay.router.messages import TraceContext
 from kvrelay.router.policy import Placement
 
 

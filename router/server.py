@@ -17,6 +17,7 @@ from kvrelay.engine.errors import ConfigError, Unavailable
 from kvrelay.engine.log import fields, get_logger
 from kvrelay.engine.metrics import process_statistics
 from kvrelay.engine.model_info import ModelInfo
+from kvrelay.engine.traces import Tracing
 from kvrelay.proto import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
 from kvrelay.router import cluster_wire, wire
 from kvrelay.router.answer import AnswerCalls, Context, begin_answer, ending_after
@@ -32,6 +33,7 @@ from kvrelay.router.nodes import NodesServicer
 from kvrelay.router.registry import Registry
 from kvrelay.router.service import InferenceService
 from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.traces import RequestTraces
 
 log = get_logger(__name__)
 
@@ -108,7 +110,7 @@ class RouterServer:
     """A router that serves: all its parts, put together. To be made and used on one event loop."""
 
     def __init__(self, config: RouterConfig, info: ModelInfo, cluster_secret: str, clock: Clock) -> None:
-        """Raises: ModelError."""
+        """Raises: ModelError, ConfigError."""
         epoch = secret.new_epoch()
         tokenizer = Tokenizer.load(info)
         self._config = config
@@ -119,7 +121,11 @@ class RouterServer:
         self._metrics = RequestMetrics(clock)
         self.live = LiveFeed(self.registry, clock)
         observers = (self._metrics, self.live)
-        self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock, observers)
+        self._traces: RequestTraces | None = None
+        if config.otlp_endpoint:
+            tracing = Tracing(config.otlp_endpoint, "kvrelay-router", epoch, clock)
+            self._traces = RequestTraces(tracing, info.name)
+        self._dispatcher = Dispatcher(self.registry, self._links, tokenizer, clock, observers, self._traces)
         self._service = InferenceService(
             config, info, tokenizer, self.registry, self._dispatcher, epoch=epoch, clock=clock
         )
@@ -175,6 +181,8 @@ class RouterServer:
             await self._http.stop(_STOP_GRACE_S)
         await self._server.stop(_STOP_GRACE_S)
         self._follower.cancel()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
         log.info("stopped", extra=fields(**asdict(self.statistics())))
 
     @property

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.errors import InvalidArgument, NotFound
+from kvrelay.engine.legs import TraceContext
 from kvrelay.engine.request import Request, RequestKey, SamplingParams, StructuredOutput
 from kvrelay.router.api import ChatMessage, RawPrompt, RawRequest, RawSampling
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.messages import TraceContext
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_TRACEPARENT = 55

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import overload
 
 from kvrelay.engine.errors import InvalidArgument
+from kvrelay.engine.legs import TraceContext
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.request import Logprobs, StructuredKind, StructuredOutput
 from kvrelay.proto import inference_pb2 as pb
 from kvrelay.router.api import ChatMessage, Handoff, Output, RawPrompt, RawRequest, RawSampling, Timings, Usage
-from kvrelay.router.messages import TraceContext
 
 _OPTIONAL = (
     "max_tokens",

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvrelay.engine.errors import InvalidArgument
+from kvrelay.engine.legs import TraceContext
 from kvrelay.router.api import ChatMessage, RawPrompt, RawRequest, RawSampling
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.http.response_format import FIELDS, structured_output
 from kvrelay.router.http.schema import ChatCompletionRequest, CompletionRequest, Message, Sampling
-from kvrelay.router.messages import TraceContext
 
 Body = TypeVar("Body")
 

@@ -38,6 +38,7 @@ LIGHT = frozenset(
         "request",
         "secret",
         "structured_output",
+        "traces",
         "weight_files",
     )
 )
@@ -46,6 +47,7 @@ LAZY = {
     "kvrelay.engine.model_store": {"huggingface_hub"},
     "kvrelay.engine.pieces": {"tokenizers"},
     "kvrelay.engine.structured_output": {"llguidance"},
+    "kvrelay.engine.traces": {"opentelemetry"},
 }
 
 # folder -> folders of ours that it may import; "light": engine's light modules alone.

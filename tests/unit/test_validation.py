@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvrelay.engine.errors import InvalidArgument, NotFound
+from kvrelay.engine.legs import TraceContext
 from kvrelay.engine.request import Request, RequestKey, SamplingParams
 from kvrelay.router.api import ChatMessage, RawPrompt, RawRequest, RawSampling
 from kvrelay.router.config import RouterConfig
-from kvrelay.router.messages import TraceContext
 from kvrelay.router.validation import Limits, check_request, make_request
 
 V, L = 400, 128
