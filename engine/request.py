@@ -4,7 +4,8 @@ Standard library only: the router imports this too. What decides about requests 
 their facts and the rules by which a sequence stops.
 """
 
-from collections.abc import Container, Sequence as Seq
+import json
+from collections.abc import Container, Iterable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import NamedTuple, Protocol
@@ -62,6 +63,32 @@ class StructuredOutput:
     kind: StructuredKind
     specification: str = ""  # of JSON_SCHEMA, REGEX and GRAMMAR
     choices: tuple[str, ...] = ()  # of CHOICE
+
+    @classmethod
+    def json_object(cls) -> "StructuredOutput":
+        """Any JSON object."""
+        return cls(kind=StructuredKind.JSON_OBJECT)
+
+    @classmethod
+    def json_schema(cls, schema: str | Mapping[str, object]) -> "StructuredOutput":
+        """JSON with this schema, an object or one as text. Its properties' order is the output's."""
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+        return cls(kind=StructuredKind.JSON_SCHEMA, specification=text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> "StructuredOutput":
+        """Text that matches as a whole, in the syntax of Rust's regex crate."""
+        return cls(kind=StructuredKind.REGEX, specification=pattern)
+
+    @classmethod
+    def choice(cls, choices: Iterable[str]) -> "StructuredOutput":
+        """One of these texts."""
+        return cls(kind=StructuredKind.CHOICE, choices=tuple(choices))
+
+    @classmethod
+    def grammar(cls, lark: str) -> "StructuredOutput":
+        """Text of this grammar, from its rule `start`."""
+        return cls(kind=StructuredKind.GRAMMAR, specification=lark)
 
 
 class Matcher(Protocol):

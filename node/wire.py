@@ -130,9 +130,9 @@ def _read_structured_output(message: inference_pb2.SamplingParams) -> Structured
         case None:
             raise InvalidArgument("structured_output", None, "unknown")
         case "json_object":
-            return StructuredOutput(kind=StructuredKind.JSON_OBJECT)
+            return StructuredOutput.json_object()
         case "choice":
-            return StructuredOutput(kind=StructuredKind.CHOICE, choices=tuple(asked.choice.choices))
+            return StructuredOutput.choice(asked.choice.choices)
         case kind:
             return StructuredOutput(kind=StructuredKind(kind), specification=getattr(asked, kind))
 

@@ -2,7 +2,6 @@
 `structured_outputs` and its older `guided_*`. Pure: JSON values in, no web framework.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import NoReturn
 
@@ -48,7 +47,7 @@ def _response_format(value: object) -> StructuredOutput | None:
         case "text":
             return None
         case "json_object":
-            return StructuredOutput(kind=StructuredKind.JSON_OBJECT)
+            return StructuredOutput.json_object()
         case "json_schema":
             outer = value.get("json_schema")
             if not isinstance(outer, Mapping):
@@ -69,7 +68,7 @@ def _constraint(field: str, name: str, value: object) -> Iterator[tuple[str, Str
             if not isinstance(value, bool):
                 _refuse(field, value, "must be true or false")
             if value:
-                yield field, StructuredOutput(kind=StructuredKind.JSON_OBJECT)
+                yield field, StructuredOutput.json_object()
         case "regex" | "grammar":
             if not isinstance(value, str):
                 _refuse(field, value, "must be a string")
@@ -77,22 +76,18 @@ def _constraint(field: str, name: str, value: object) -> Iterator[tuple[str, Str
         case "choice":
             if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
                 _refuse(field, value, "must be a list of strings")
-            yield field, StructuredOutput(kind=StructuredKind.CHOICE, choices=tuple(value))
+            yield field, StructuredOutput.choice(value)
         case _:
             _refuse(field, value, "must be json, json_object, regex, choice or grammar")
 
 
 def _schema(field: str, value: object) -> StructuredOutput:
-    """A schema as an object or as its text. The order of its properties is kept: it is that of the output."""
-    if isinstance(value, str):
-        return StructuredOutput(kind=StructuredKind.JSON_SCHEMA, specification=value)
-    if not isinstance(value, Mapping):
+    if not isinstance(value, str | Mapping):
         _refuse(field, value, "must be an object, or one as a string")
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return StructuredOutput.json_schema(value)
     except RecursionError:
         raise InvalidArgument(field, "...", "is nested too deeply") from None
-    return StructuredOutput(kind=StructuredKind.JSON_SCHEMA, specification=text)
 
 
 def _refuse(field: str, value: object, limit: str) -> NoReturn:

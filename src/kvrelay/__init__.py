@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvrelay.engine.errors import InvalidPrompt, KvrelayError
-    from kvrelay.engine.request import Logprobs
+    from kvrelay.engine.request import Logprobs, StructuredOutput
     from kvrelay.llm.llm import LLM
     from kvrelay.llm.outputs import CompletionOutput, RequestOutput
     from kvrelay.llm.sampling import SamplingParams
@@ -31,6 +31,7 @@ __all__ = [
     "Output",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutput",
     "__version__",
 ]
 
@@ -43,6 +44,7 @@ _MODULES = {
     "Output": "router.api",
     "RequestOutput": "llm.outputs",
     "SamplingParams": "llm.sampling",
+    "StructuredOutput": "engine.request",
 }
 
 

@@ -9,15 +9,14 @@ from kvrelay.engine.request import Request, StructuredKind, StructuredOutput
 from kvrelay.proto import inference_pb2 as pb
 
 FORMS = (
-    StructuredOutput(kind=StructuredKind.JSON_OBJECT),
-    StructuredOutput(
-        kind=StructuredKind.JSON_SCHEMA,
-        specification='{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x","yz"]}},'
+    StructuredOutput.json_object(),
+    StructuredOutput.json_schema(
+        '{"type":"object","properties":{"a":{"type":"integer"},"b":{"enum":["x","yz"]}},'
         '"required":["a","b"],"additionalProperties":false}',
     ),
-    StructuredOutput(kind=StructuredKind.REGEX, specification="[a-f]{2,9}( and [g-m]{1,5})?"),
-    StructuredOutput(kind=StructuredKind.CHOICE, choices=("yes", "yes, of course", "no", "größer")),
-    StructuredOutput(kind=StructuredKind.GRAMMAR, specification='start: "(" start ")" | /[0-9]{1,3}/'),
+    StructuredOutput.regex("[a-f]{2,9}( and [g-m]{1,5})?"),
+    StructuredOutput.choice(["yes", "yes, of course", "no", "größer"]),
+    StructuredOutput.grammar('start: "(" start ")" | /[0-9]{1,3}/'),
 )
 
 
