@@ -95,8 +95,10 @@ async def test_ctrl_c_stops_the_answer_only_and_what_was_said_stays(
         await terminal.expect(">>> ")
         terminal.press("half a question")
         await terminal.expect("half a question")
+        await terminal.at_rest()
         terminal.press(CTRL_C)  # gives up the line, not the chat
         await terminal.expect(">>> ")
+        await terminal.at_rest()
         terminal.press(CTRL_C)
         assert await terminal.ended() == ExitCode.OK
 

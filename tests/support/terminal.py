@@ -54,6 +54,16 @@ class Terminal:
         before, _, self.shown = self.shown.partition(text)
         return before
 
+    async def at_rest(self) -> None:
+        """Until its main thread sleeps. A Ctrl-C that comes just before Python's readline begins to wait is heard with
+        the next key only; no person is so quick."""
+        async with asyncio.timeout(DEADLINE_S):
+            while self._state() != "S":  # noqa: ASYNC110  the system tells nobody
+                await asyncio.sleep(0.001)
+
+    def _state(self) -> str:
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
     def press(self, keys: str) -> None:
         os.write(self.fd, keys.encode())
 
