@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from kvrelay.engine.models.compiled import CompiledDecoder
 from kvrelay.engine.models.registry import load_model
 from kvrelay.engine.request import Logprobs, Sequence
 from kvrelay.engine.sampler import Sampler, SampleRow
+from kvrelay.engine.seen_tokens import SeenTokens
 from kvrelay.engine.step import Row, RowResult, Sampled, Scheduled
 from kvrelay.kernels.base import Kernels
 from kvrelay.kernels.dispatch import get_kernels
@@ -49,6 +51,7 @@ class ModelRunner:
         self._cache = cache
         self._kernels = kernels
         self._sampler = Sampler(eos_token_ids, kernels)
+        self._seen = WeakKeyDictionary[Sequence, SeenTokens]()  # of those with penalties
         # Compiled code leaves nothing for torch to note down, and to enter the mode takes 40 us of a step.
         self._mode: AbstractContextManager[None] = (
             nullcontext() if isinstance(model, CompiledDecoder) else torch.inference_mode()
@@ -160,7 +163,7 @@ class ModelRunner:
         sampled: list[tuple[Sampled, ...] | KvrelayError] = []
         if batch.num_sampled:
             hidden, logits = self._model.run(batch, self._cache.pool)
-            rows = [_sample_row(item.sequence) for item in scheduled if item.samples]
+            rows = [self._sample_row(item.sequence) for item in scheduled if item.samples]
             sampled = self._sampler.sample(logits, rows)
         else:
             hidden = self._model.forward(batch, self._cache.pool)
@@ -173,6 +176,15 @@ class ModelRunner:
             )
             for item in scheduled
         ]
+
+    def _sample_row(self, sequence: Sequence) -> SampleRow:
+        sampling = sequence.request.sampling
+        seen = None
+        if sampling.penalises and (seen := self._seen.get(sequence)) is None:
+            seen = self._seen[sequence] = SeenTokens(sequence.num_prompt_tokens)
+        return SampleRow(
+            sampling, sequence.choices, sequence.token_ids, sequence.num_prompt_tokens, sequence.matcher, seen
+        )
 
     def _prompt_logprobs(
         self, hidden: Tensor, batch: ForwardBatch, scheduled: Seq[Scheduled]
@@ -195,12 +207,6 @@ class ModelRunner:
     def close(self) -> None:
         """Stop what runs in the background."""
         self._cache.close()
-
-
-def _sample_row(sequence: Sequence) -> SampleRow:
-    return SampleRow(
-        sequence.request.sampling, sequence.choices, sequence.token_ids, sequence.num_prompt_tokens, sequence.matcher
-    )
 
 
 def _result(sampled: tuple[Sampled, ...] | KvrelayError, prompt: Seq[Logprobs | None]) -> RowResult:

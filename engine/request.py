@@ -141,14 +141,12 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether anything is done to logits before a token is chosen by them."""
-        return bool(
-            self.logit_bias
-            or self.bad_word_ids
-            or self.min_tokens
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-        )
+        return bool(self.logit_bias or self.bad_word_ids or self.min_tokens or self.penalises)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's score depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +179,7 @@ class Status(Enum):
     FINISHED = auto()  # owns no blocks
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """One choice of a request as it runs: its tokens, its blocks, how far it is computed.
 

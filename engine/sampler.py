@@ -16,7 +16,6 @@ Shapes: S rows that sample, V vocabulary.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass
 from itertools import repeat
@@ -29,6 +28,7 @@ from torch import Tensor
 from kvrelay.engine.errors import Internal, KvrelayError
 from kvrelay.engine.logprobs import NOT_FINITE, token_logprobs
 from kvrelay.engine.request import Logprobs, Matcher, SamplingParams
+from kvrelay.engine.seen_tokens import SeenTokens
 from kvrelay.engine.step import Sampled
 from kvrelay.kernels.base import Draw, Kernels
 from kvrelay.kernels.reference import ReferenceKernels
@@ -48,6 +48,7 @@ class SampleRow:
     token_ids: Seq[int]  # of the sequence so far: prompt, then output
     num_prompt_tokens: int
     matcher: Matcher | None = None
+    seen: SeenTokens | None = None  # where there are penalties; None: counted anew
 
     @property
     def position(self) -> int:
@@ -118,11 +119,10 @@ class Sampler:
         sampling = row.sampling
         if sampling.logit_bias:
             _add_bias(logits_V, sampling.logit_bias)
-        if sampling.repetition_penalty != 1.0:
-            _penalise_repetition(logits_V, row.token_ids, sampling.repetition_penalty)
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            output_ids = row.token_ids[row.num_prompt_tokens :]
-            _penalise_output(logits_V, output_ids, sampling.presence_penalty, sampling.frequency_penalty)
+        if sampling.penalises:
+            seen = (row.seen or SeenTokens(row.num_prompt_tokens)).catch_up(row.token_ids)
+            _penalise_repetition(logits_V, seen, sampling.repetition_penalty)
+            _penalise_output(logits_V, seen, sampling.presence_penalty, sampling.frequency_penalty)
         if forbidden := self._forbidden(row):
             logits_V[[token_id for token_id in forbidden if 0 <= token_id < len(logits_V)]] = -math.inf
         if row.matcher is not None:
@@ -178,20 +178,23 @@ def _add_bias(logits_V: Tensor, logit_bias: Seq[tuple[int, float]]) -> None:
     logits_V[ids] += logits_V.new_tensor([bias for _, bias in logit_bias])
 
 
-def _penalise_repetition(logits_V: Tensor, token_ids: Seq[int], penalty: float) -> None:
+def _penalise_repetition(logits_V: Tensor, seen: SeenTokens, penalty: float) -> None:
     """A token of the prompt or the output has its logit divided by the penalty, or multiplied where it is negative
     (Keskar et al. 2019)."""
-    ids = _tensor(sorted(set(token_ids)), logits_V)
+    if penalty == 1.0:
+        return
+    ids = seen.ids().to(logits_V.device)
     logits = logits_V[ids]
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     logits_V[ids] = penalised.clamp_(-_FLOAT32_MAX, _FLOAT32_MAX)  # an extreme penalty makes no infinity
 
 
-def _penalise_output(logits_V: Tensor, output_ids: Seq[int], presence: float, frequency: float) -> None:
+def _penalise_output(logits_V: Tensor, seen: SeenTokens, presence: float, frequency: float) -> None:
     """A token loses `presence` once it is in the output, and `frequency` for each time it is."""
-    counts = Counter(output_ids)
-    ids = _tensor(list(counts), logits_V)
-    logits_V[ids] -= _tensor(list(counts.values()), logits_V) * frequency + presence
+    if not (presence or frequency):
+        return
+    ids, counts = (column.to(logits_V.device) for column in seen.output())
+    logits_V[ids] -= counts * frequency + presence
 
 
 def _ends_of_bad_words(row: SampleRow) -> Iterable[int]:
