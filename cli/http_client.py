@@ -142,14 +142,12 @@ class HttpClient:
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     """Status and headers, their names in lower case. Raises: ValueError, EOFError, OSError."""
-    line = await reader.readline()
-    if not line:
-        raise EOFError("the connection was closed")
+    line = await _read_line(reader)
     words = line.decode("latin-1").split(" ", 2)
     if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].strip().isdigit():
         raise ValueError(f"no HTTP/1: {line[:60]!r}")
     headers: dict[str, str] = {}
-    while (line := await reader.readline()).strip():
+    while (line := await _read_line(reader)).strip():
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.strip().lower()] = value.strip()
     return int(words[1]), headers
@@ -158,10 +156,10 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
 async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
     """Parts as they come. Raises: ValueError, EOFError, OSError."""
     if "chunked" in headers.get("transfer-encoding", "").lower():
-        while size := int((await reader.readline()).split(b";")[0], 16):
+        while size := int((await _read_line(reader)).split(b";")[0], 16):
             yield await reader.readexactly(size)
             await reader.readexactly(2)
-        while (await reader.readline()).strip():
+        while (await _read_line(reader)).strip():
             pass
     elif "content-length" in headers:
         left = int(headers["content-length"])
@@ -174,6 +172,14 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> A
     else:
         while part := await reader.read(65536):
             yield part
+
+
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
+    """A whole line: of one that is cut off, `readline` would give what there is, and 2 is not 200."""
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError("the connection was closed")
+    return line
 
 
 def _parse(text: bytes) -> Any:

@@ -94,6 +94,38 @@ def test_an_answer_that_breaks_off_or_fails_in_mid_stream_is_an_error() -> None:
     beside(test)
 
 
+def test_an_answer_that_is_cut_off_anywhere_is_an_error_that_may_be_retried() -> None:
+    events = (
+        b'data: {"choices": [{"text": "a", "finish_reason": "length"}]}\n\n',
+        b'data: {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}\n\n',
+        b"data: [DONE]\n\n",
+    )
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in (*events, b""))
+    whole = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+    said = whole
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(said)
+        writer.close()
+
+    served: list[Any] = []
+
+    async def run() -> None:
+        nonlocal said
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            async with HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+                assert [piece.text for piece in await completed(client)] == ["a", ""]
+                for length in range(len(whole) - len(b"0\r\n\r\n") + 1):
+                    said = whole[:length]
+                    with pytest.raises(Unavailable):
+                        await completed(client)
+            await asyncio.gather(*served)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("said", [b"", b"SSH-2.0\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"])
 def test_what_is_no_http_is_an_error_with_the_address(said: bytes) -> None:
     served: list[Any] = []
