@@ -18,17 +18,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import openai_client
 import peers
 import tyro
 
 from kvrelay.cli import bench_report as report, bench_serve
 from kvrelay.cli.bench_config import ServeBenchConfig
+from kvrelay.cli.bench_server import RPC_TIMEOUT_S, server_of
 from kvrelay.cli.bench_statistics import Limits, LoadSummary, summarise
 from kvrelay.cli.client import RouterClient
 
@@ -96,26 +96,28 @@ async def run(options: Options, router: str, vllm: str) -> dict[str, dict[str, l
     """Summaries by load and server, one a pass."""
     found: dict[str, dict[str, list[LoadSummary]]] = {}
     async with RouterClient(router) as client:
-        model = await client.model(timeout_s=bench_serve.RPC_TIMEOUT_S)
-        for name, load in loads(options).items():
-            found[name] = {"kvrelay": [], "vllm": []}
-            for i in range(options.repeats):
-                config = ServeBenchConfig(
-                    **load,
-                    num_prompts=options.num_prompts,
-                    input_len=options.input_len,
-                    output_len=options.output_len,
-                    seed=options.seed + i,
-                    cache_salt=secrets.token_hex(8),
-                )
-                asks = {
-                    "kvrelay": bench_serve.asker(client, config),
-                    "vllm": openai_client.asker(vllm, MODEL, config),
-                }
-                for server, ask in asks.items():
-                    summary = summarise(await bench_serve.measure(config, model, ask), Limits())
-                    found[name][server].append(summary)
-                    print(f"{name}, {server}: {summary.duration_s:.1f} s", file=sys.stderr)
+        model = await client.model(timeout_s=RPC_TIMEOUT_S)
+    for name, load in loads(options).items():
+        found[name] = {"kvrelay": [], "vllm": []}
+        for i in range(options.repeats):
+            config = ServeBenchConfig(
+                **load,
+                num_prompts=options.num_prompts,
+                input_len=options.input_len,
+                output_len=options.output_len,
+                seed=options.seed + i,
+                cache_salt=secrets.token_hex(8),
+            )
+            sides = {
+                "kvrelay": replace(config, router=router),
+                "vllm": replace(config, http=f"http://{vllm}", model=MODEL),
+            }
+            for by, side in sides.items():
+                async with server_of(side) as server:
+                    records = await bench_serve.measure(side, model, server.asker())
+                summary = summarise(records, Limits())
+                found[name][by].append(summary)
+                print(f"{name}, {by}: {summary.duration_s:.1f} s", file=sys.stderr)
     return found
 
 
