@@ -45,6 +45,27 @@ class RawSampling:
     structured_output: StructuredOutput | None = None
 
 
+# Fields of RawSampling that are one value each, as all edges have them by the same names.
+SCALARS = (
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "logprobs",
+    "prompt_logprobs",
+    "n",
+    "skip_special_tokens",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawPrompt:
     """A prompt in one of its forms; all None: the client sent none."""

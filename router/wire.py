@@ -8,26 +8,7 @@ from kvrelay.engine.legs import TraceContext
 from kvrelay.engine.model_info import ModelInfo
 from kvrelay.engine.request import Logprobs, StructuredKind, StructuredOutput
 from kvrelay.proto import inference_pb2 as pb
-from kvrelay.router.api import ChatMessage, Handoff, Output, RawPrompt, RawRequest, RawSampling, Timings, Usage
-
-_OPTIONAL = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "logprobs",
-    "prompt_logprobs",
-    "n",
-    "skip_special_tokens",
-)
+from kvrelay.router.api import SCALARS, ChatMessage, Handoff, Output, RawPrompt, RawRequest, RawSampling, Timings, Usage
 
 
 def read_request(message: pb.GenerateRequest) -> RawRequest:
@@ -80,7 +61,7 @@ class _Messages(Sequence[ChatMessage]):
 
 
 def _read_sampling(message: pb.SamplingParams) -> RawSampling:
-    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    given = {name: getattr(message, name) for name in SCALARS if message.HasField(name)}
     return RawSampling(
         stop=message.stop,
         stop_token_ids=message.stop_token_ids,

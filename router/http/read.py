@@ -8,30 +8,13 @@ import msgspec
 
 from kvrelay.engine.errors import InvalidArgument
 from kvrelay.engine.legs import TraceContext
-from kvrelay.router.api import ChatMessage, RawPrompt, RawRequest, RawSampling
+from kvrelay.router.api import SCALARS, ChatMessage, RawPrompt, RawRequest, RawSampling
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.http.response_format import FIELDS, structured_output
 from kvrelay.router.http.schema import ChatCompletionRequest, CompletionRequest, Message, Sampling
 
 Body = TypeVar("Body")
 
-_AS_THEY_ARE = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "prompt_logprobs",
-    "n",
-    "skip_special_tokens",
-)
 _TRACEPARENT, _TRACESTATE = b"traceparent", b"tracestate"
 
 
@@ -172,7 +155,7 @@ def _read_request(body: Sampling, prompt: RawPrompt, sampling: RawSampling) -> R
 
 
 def _read_sampling(body: Sampling) -> RawSampling:
-    given: dict[str, Any] = {name: getattr(body, name) for name in _AS_THEY_ARE}
+    given: dict[str, Any] = {name: getattr(body, name) for name in SCALARS if name != "logprobs"}
     stop = body.stop or ()
     return RawSampling(
         stop=[stop] if isinstance(stop, str) else stop,
