@@ -37,7 +37,6 @@ class DecodeLeg:
 
     sequence: Sequence  # stands for all choices until they have their first tokens
     stage: Stage
-    received_at: float
     offered_at: float = 0.0
     granted_at: float = 0.0
     landed_at: float = 0.0

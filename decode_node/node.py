@@ -63,10 +63,10 @@ class DecodeNode(NodeCore):
         sequence = Sequence(request, matcher=start.matcher)
         if start.leg is Leg.WHOLE:
             self._scheduler.add(sequence)
-            self._legs[request.key] = DecodeLeg(sequence, Stage.LOCAL, self.clock.now())
+            self._legs[request.key] = DecodeLeg(sequence, Stage.LOCAL)
             return
         sequence.num_prompt_logprobs = sequence.num_prompt_tokens  # the prefill node gives them
-        leg = self._legs[request.key] = DecodeLeg(sequence, Stage.EXPECTED, self.clock.now())
+        leg = self._legs[request.key] = DecodeLeg(sequence, Stage.EXPECTED)
         self._receiver.expect(
             Expectation(
                 key=request.key,
@@ -143,7 +143,8 @@ class DecodeNode(NodeCore):
             self._take_off(leg)
             self._give_back(leg)
             return
-        leg.stage, leg.owns_grant, leg.landed_at = Stage.LOCAL, False, self.clock.now()
+        leg.stage, leg.owns_grant = Stage.LOCAL, False
+        leg.landed_at = leg.granted_at + event.transfer_s  # not now: a step may have lasted meanwhile
         leg.handoff = HandoffReport(
             kv_bytes=event.num_bytes,
             kv_blocks=leg.num_missing_blocks,
@@ -316,7 +317,7 @@ class DecodeNode(NodeCore):
             scheduled_at = sequence.first_scheduled_at
             assert scheduled_at is not None
             return LegReport(
-                queue_ms=1e3 * (scheduled_at - leg.received_at),
+                queue_ms=1e3 * (scheduled_at - sequence.request.arrival),
                 compute_ms=1e3 * (self.clock.now() - scheduled_at),
                 num_cached_tokens=sequence.num_cached_tokens,
             )

@@ -7,6 +7,7 @@ core do, as they do when they are processes. In between stands no wire, only the
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 from kvrelay import __version__
 from kvrelay.connector.base import (
@@ -86,7 +87,7 @@ class Colocated:
 
     def __init__(self, config: EngineConfig, info: ModelInfo, runner: ModelRunner) -> None:
         """Raises: ModelError for a tokenizer that cannot be read."""
-        clock = MonotonicClock()
+        self._clock = clock = MonotonicClock()
         self.num_seats = config.max_num_seqs
         self._epoch = new_epoch()
         self._registry = Registry(max_nodes=1)
@@ -145,7 +146,8 @@ class Colocated:
     def send(self, epoch: str, message: ToNode) -> None:
         """The dispatcher's word to its node."""
         if isinstance(message, Start):
-            self._intake.start(report.Start(message.leg, message.request))
+            request = replace(message.request, arrival=self._clock.now())
+            self._intake.start(report.Start(message.leg, request))
         elif isinstance(message, Cancel):
             self._intake.cancel(message.key, message.choice)
 

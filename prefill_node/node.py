@@ -40,7 +40,6 @@ class PrefillLeg:
 
     sequence: Sequence
     peer_epoch: str
-    received_at: float
     pinned: tuple[int, ...] = ()  # blocks on which the transfer holds a reference
     num_pushed: int = 0  # tokens whose KV the sender may read
     computing: bool = True  # the request has not had its first tokens, nor failed
@@ -70,7 +69,7 @@ class PrefillNode(NodeCore):
             raise Internal(f"a prefill node was asked for the leg {start.leg.name}")
         if key in self._legs:
             raise Internal(f"attempt {key.attempt} of this request is already here")
-        leg = PrefillLeg(Sequence(start.request, matcher=start.matcher), start.peer_epoch, self.clock.now())
+        leg = PrefillLeg(Sequence(start.request, matcher=start.matcher), start.peer_epoch)
         self.engine.scheduler.add(leg.sequence)
         self._legs[key] = leg
 
@@ -221,6 +220,7 @@ class PrefillNode(NodeCore):
 
     def _fail(self, leg: PrefillLeg, error: KvrelayError, reason: EndReason) -> None:
         self._say(Delta(key=leg.key, error=error, ended=True))
+        self._flush()  # before D hears that nothing comes, and tells the router so without the reason
         self._abandon(leg, reason)
 
     # --- statistics
@@ -229,7 +229,7 @@ class PrefillNode(NodeCore):
         scheduled_at = leg.sequence.first_scheduled_at
         assert scheduled_at is not None
         return LegReport(
-            queue_ms=1e3 * (scheduled_at - leg.received_at),
+            queue_ms=1e3 * (scheduled_at - leg.sequence.request.arrival),
             compute_ms=1e3 * (self.clock.now() - scheduled_at),
             num_cached_tokens=leg.sequence.num_cached_tokens,
         )
