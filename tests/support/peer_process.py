@@ -1,10 +1,12 @@
 """One half of a hand-off in a process of its own, to be killed: `python peer_process.py TRANSPORT prefill|decode ...`.
 
-It brings a transfer of ten blocks to the middle, says "ready" on standard output, and waits to be ended.
+P's blocks are of LAYOUT, D's too, or of UNLIKE where the last argument says so. It brings a transfer of P's ten blocks
+to the middle, says "ready" on standard output, and waits to be ended.
 """
 
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from kvrelay.engine.request import RequestKey
 from kvrelay.engine.shared_memory import SharedMemory
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+UNLIKE = replace(LAYOUT, block_size=8, dtype="bfloat16")  # half as many blocks, of as many bytes
 COMMON = {"layout": LAYOUT, "fingerprint": "model", "secret": "s3cret"}
 KEY = RequestKey("killed", 0)
 NUM_TOKENS, DIGEST = 40, b"d" * 16
@@ -66,11 +69,12 @@ def prefill(transport, epoch, peer_epoch, address):
     return sender
 
 
-def decode(transport, epoch, peer_epoch):
+def decode(transport, epoch, peer_epoch, kind="alike"):
+    common = COMMON | {"layout": UNLIKE if kind == "unlike" else LAYOUT}
     woken = threading.Event()
     region, region_fd = make_region(transport)
     receiver = make_receiver(
-        region=region, region_fd=region_fd, epoch=epoch, wake_up=woken.set, transport=transport, **COMMON
+        region=region, region_fd=region_fd, epoch=epoch, wake_up=woken.set, transport=transport, **common
     )
     sys.stdout.write(receiver.address() + "\n")
     sys.stdout.flush()
@@ -79,7 +83,9 @@ def decode(transport, epoch, peer_epoch):
         Expectation(key=KEY, peer_epoch=peer_epoch, num_tokens=NUM_TOKENS, token_digest=DIGEST, deadline=FOREVER)
     )
     wait_for(receiver, woken, Offered)
-    receiver.grant(KEY, GrantPlan((GrantedRange(0, NUM_TOKENS, tuple(range(10))),)))
+    receiver.grant(
+        KEY, GrantPlan((GrantedRange(0, NUM_TOKENS, tuple(range(NUM_TOKENS // common["layout"].block_size))),))
+    )
     return receiver
 
 
