@@ -1,7 +1,7 @@
 """D's half of the connector: sessions with every P that dials in, and what the engine, P and the readers say.
 
-Calls come on the engine thread, messages and timers on the connector's thread, and what a reader has to say on its own
-thread, from where it is posted. One lock, held for bookkeeping only, orders them all.
+Calls come on the engine thread, messages and timers on the connector's thread, and what a reader has to say on its own:
+what a request waits for is served there, its ends are posted. One lock, held for bookkeeping only, orders them all.
 """
 
 import threading
@@ -331,7 +331,12 @@ class Receiver:
                 self.received(peer.session, key, body)
 
     def all_in(self, grant: GrantId) -> None:
-        self._loop.post(partial(self._on_all_in, grant))
+        """Served at once: the request waits for it."""
+        with self._lock:
+            transfer = self._transfers.get(grant.key)
+            if transfer is not None and transfer.grant == grant:
+                transfer.are_bytes_in = True
+                self._land_if_all_in(transfer)
 
     def reader_idle(self, grant: GrantId) -> None:
         self._loop.post(partial(self._on_reader_idle, grant))
@@ -341,13 +346,6 @@ class Receiver:
 
     def fenced(self, session_nonce: bytes) -> None:
         self._loop.post(partial(self._on_fenced, session_nonce))
-
-    def _on_all_in(self, grant: GrantId) -> None:
-        with self._lock:
-            transfer = self._transfers.get(grant.key)
-            if transfer is not None and transfer.grant == grant:
-                transfer.are_bytes_in = True
-                self._land_if_all_in(transfer)
 
     def _on_reader_idle(self, grant: GrantId) -> None:
         with self._lock:

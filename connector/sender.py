@@ -1,7 +1,7 @@
 """P's half of the connector: sessions with every D it is told of, and what the engine, D and the writers say.
 
-Calls come on the engine thread, messages and timers on the connector's thread, and what a writer has to say on its own
-thread, from where it is posted. One lock, held for bookkeeping only, orders them all.
+Calls come on the engine thread, messages and timers on the connector's thread, and what a writer has to say on its own:
+what a request waits for is served there, its ends are posted. One lock, held for bookkeeping only, orders them all.
 """
 
 import threading
@@ -345,15 +345,7 @@ class Sender:
         self._loop.post(partial(dialer.drop, session, reason))
 
     def written(self, grant: GrantId, num_bytes: int) -> None:
-        self._loop.post(partial(self._on_written, grant, num_bytes))
-
-    def writer_idle(self, grant: GrantId) -> None:
-        self._loop.post(partial(self._on_writer_idle, grant))
-
-    def write_failed(self, session_nonce: bytes, reason: str) -> None:
-        self._loop.post(partial(self._on_write_failed, session_nonce, reason))
-
-    def _on_written(self, grant: GrantId, num_bytes: int) -> None:
+        """Served at once: COMMIT may have waited for it."""
         with self._lock:
             self._transfers.num_bytes += num_bytes
             transfer = self._transfers.get(grant.key)
@@ -361,6 +353,12 @@ class Sender:
                 transfer.num_written += num_bytes
                 self._transfers.traffic.add(transfer.session.endpoint.name, num_bytes=num_bytes)
                 self._transfers.write_due(transfer)
+
+    def writer_idle(self, grant: GrantId) -> None:
+        self._loop.post(partial(self._on_writer_idle, grant))
+
+    def write_failed(self, session_nonce: bytes, reason: str) -> None:
+        self._loop.post(partial(self._on_write_failed, session_nonce, reason))
 
     def _on_writer_idle(self, grant: GrantId) -> None:
         with self._lock:

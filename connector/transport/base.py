@@ -2,7 +2,8 @@
 
 A region is a pool as bytes, a numpy array uint8 [num_blocks, block_bytes], given to a transport when it is made. A
 grant's blocks, one after another, are one run of bytes; a copy names its place in that run and in D's pool, and each
-transport uses the one it needs. Events come on the transport's own threads; whoever hears them posts them on.
+transport uses the one it needs. Events come on the transport's own threads, with none of its locks held: whoever hears
+them may call back.
 
 The two promises that blocks' owners build on: after a writer is idle on a grant, nothing reads P's blocks for it; after
 a reader is idle on a grant, nothing writes into D's blocks for it. Both come in bounded time after `stop`, whatever the

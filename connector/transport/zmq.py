@@ -17,6 +17,7 @@ from kvrelay.connector.transport.base import ReaderEvents, Region, WriterEvents
 from kvrelay.connector.transport.link import Links, QueuedLink
 from kvrelay.connector.transport.pieces import PIECE_BYTES, Piece, cutter, flat
 from kvrelay.connector.transport.target import Target, Targets
+from kvrelay.connector.transport.zmq_memory import keep_freed_memory
 from kvrelay.engine.clock import Clock
 from kvrelay.engine.errors import ConfigError, InvalidArgument, KvrelayError
 from kvrelay.engine.log import fields, get_logger
@@ -40,6 +41,7 @@ class ZmqWriter:
 
     def __init__(self, region: Region, clock: Clock, secret: str = "") -> None:
         """`secret`: the cluster's, for CURVE where it is spoken."""
+        keep_freed_memory()
         self._region = region
         self._secret = secret
         self._clock = clock
@@ -172,6 +174,7 @@ class ZmqReader:
 
     def __init__(self, region: Region, clock: Clock, bind: str, port: int, advertise: str, secret: str = "") -> None:
         """`secret`: the cluster's, for CURVE beyond loopback."""
+        keep_freed_memory()
         is_curve = curve.is_due(secret, bind, advertise or bind)
         self.num_dropped = 0
         self._pool = flat(region)

@@ -539,11 +539,15 @@ def test_blocks_of_a_lost_session_come_back_when_p_has_unmapped_the_pool():
     key = pair.begin("r", 2 * size, [(0, 2 * size, (1, 2))])
     wait_until(lambda: pair.sender.statistics().states == {"SENDING": 1})
     session = pair.receiver._peers[pair.p_values["epoch"]].session
+    (peer,) = pair.sender._peers.values()
+    may_unmap = threading.Event()
+    peer.link._loop.post(lambda: may_unmap.wait(20))
     with pair.sender._lock:  # P hears nothing
         pair.receiver._acceptor.close_session(session, "the test cut it")
         pair.d.wait(Quarantined, key)
         assert pair.receiver.statistics().num_quarantined_blocks == 2
         assert not pair.d.of(Released, key)
+    may_unmap.set()
     pair.d.wait(Released, key)
     pair.p.wait(SessionLost)
     pair.p.wait(Released, key)
