@@ -12,6 +12,7 @@ on the number of threads. So a token does not change with batch-mates or with th
 - Of functions that are not exactly rounded only exp, tanh and erf are used, which torch computes by the same code
   wherever an element stands. Its silu and sigmoid are not: the last elements of a tensor, or of a thread's share, take
   another.
+- Products of bfloat16 rows with quantised weights are sums of whole numbers, exact ones, and of floats in one order.
 - Sums and softmax are in float32. A row's sum is one thread's work, except for a single row wider than 32,768.
 
 tests/conformance checks all of this on the machine at hand. Across kinds of CPU only closeness holds. Shapes: see base.
@@ -33,6 +34,11 @@ COLUMNS = 64
 KEYS = 64
 VALUE_COLUMNS = 16
 
+SHARED = 32  # inputs of a row that are rounded by one power of two, where weights are quantised
+NUMBER_BITS = 14
+SMALLEST = 27  # exponent, as a float stores it: smaller groups are rounded as if they had it
+_OUTPUTS = 4_096  # of a quantised weight in one piece of work
+
 _MAX_QUERIES = 128  # of one sequence in one piece of work: bounds the memory that scores take
 _MAX_GATHERED_TOKENS = 16_384  # of all sequences in one piece of work
 
@@ -50,9 +56,13 @@ class ReferenceKernels:
         return PackedWeight(weight_OC.contiguous().view(-1, COLUMNS, num_inputs), num_outputs, num_inputs)
 
     def pack_quantised(self, weight: QuantisedWeight) -> PackedWeight:
+        if weight.dtype == torch.bfloat16:
+            return PackedWeight(weight.codes, *weight.codes.shape, weight)
         return self.pack(weight.unpacked())
 
     def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
+        if isinstance(weight.form, QuantisedWeight):
+            return integer_linear(x_TC, weight.form, bias_O)
         num_rows = x_TC.shape[0]
         x_TC = _pad_to_multiple(x_TC, ROWS).contiguous()
         tiles, num_tiles = weight.data.transpose(1, 2), weight.data.shape[0]
@@ -131,6 +141,61 @@ class ReferenceKernels:
 
     def likeliest(self, logits_RV: Tensor, count: int) -> Tensor:
         return sampling.likeliest(logits_RV, count)
+
+
+def integer_linear(x_TC: Tensor, weight: QuantisedWeight, bias_O: Tensor | None = None) -> Tensor:
+    """A product of bfloat16 rows with a quantised weight: exact in whole numbers within a group, then in float32.
+
+    For each group S = sum of code * number and X = sum of numbers; sum += scale * (S * 2^k) + minimum * (X * 2^k), each
+    operation rounded, in the groups' order. The bias is added before the sum is rounded to bfloat16.
+    """
+    num_outputs, num_inputs = weight.shape
+    num_groups, size = weight.scales.shape[1], weight.group
+    numbers_TC, powers_TS = whole_numbers(x_TC)
+    numbers_TGC = numbers_TC[:, : num_groups * size].double().unflatten(1, (num_groups, size))
+    powers_TG = powers_TS.repeat_interleave(SHARED // size, dim=1)[:, :num_groups]
+    totals_TG = numbers_TGC.sum(-1).float() * powers_TG
+    out_TO = x_TC.new_empty(len(x_TC), num_outputs)
+    for first in range(0, num_outputs, _OUTPUTS):
+        outputs = slice(first, first + _OUTPUTS)
+        codes_OC = pad(weight.codes[outputs].double(), (0, num_groups * size - num_inputs))
+        codes_GCO = codes_OC.unflatten(1, (num_groups, size)).permute(1, 2, 0)
+        scales_GO = weight.scales[outputs].float().t()
+        minimums_GO = None if weight.minimums is None else weight.minimums[outputs].float().t()
+        for start in range(0, len(x_TC), ROWS):
+            rows = slice(start, start + ROWS)
+            # In float64 these sums are exact in any order: of 32 numbers of 14 bits times 8 bits.
+            exact_GTO = torch.bmm(numbers_TGC[rows].transpose(0, 1), codes_GCO).float()
+            sums_TO = torch.zeros_like(exact_GTO[0])
+            for group in range(num_groups):
+                part_TO = scales_GO[group] * (exact_GTO[group] * powers_TG[rows, group, None])
+                if minimums_GO is not None:
+                    part_TO = part_TO + minimums_GO[group] * totals_TG[rows, group, None]
+                sums_TO = sums_TO + part_TO
+            if bias_O is not None:
+                sums_TO = sums_TO + bias_O[outputs].float()
+            out_TO[rows, outputs] = sums_TO.to(x_TC.dtype)
+    return out_TO
+
+
+def whole_numbers(x_TC: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as whole numbers below 2^14 times a power of two, which SHARED inputs share. [T, C filled up], [T, S].
+
+    The largest of a group has 14 bits, so a bfloat16 within 2^-6 of it loses nothing. Where a group holds an infinity
+    or a NaN its power is NaN, and so are all outputs of its row.
+    """
+    groups_TSC = _pad_inputs(x_TC.float()).unflatten(1, (-1, SHARED))
+    most_TS = groups_TSC.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(-1)  # the order of sizes is that of their bits
+    exponents_TS = (most_TS >> 23).clamp_min(SMALLEST)  # as a float stores them: by 127 too large
+    up_TS = ((2 * 127 + NUMBER_BITS - 1 - exponents_TS) << 23).view(torch.float32)
+    powers_TS = ((exponents_TS + 1 - NUMBER_BITS) << 23).view(torch.float32)
+    finite_TS = exponents_TS < 255
+    numbers_TSC = torch.where(finite_TS[..., None], groups_TSC * up_TS[..., None], 0.0).round()
+    return numbers_TSC.flatten(1), torch.where(finite_TS, powers_TS, torch.nan)
+
+
+def _pad_inputs(x_TC: Tensor) -> Tensor:
+    return pad(x_TC, (0, -x_TC.shape[1] % SHARED)).contiguous()
 
 
 def _silu(x: Tensor) -> Tensor:

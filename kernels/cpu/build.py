@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_HEADERS = "attention.h batch.h copies.h linear.h quantised.h rows.h sampling.h team.h tile.h vec.h"
+_HEADERS = "attention.h batch.h copies.h integer.h linear.h quantised.h rows.h sampling.h team.h tile.h vec.h"
 _SOURCES = ("kernels.cpp", *_HEADERS.split())
 _FLAGS = ("-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-pthread")
 _NATIVE = ("-march=native",)

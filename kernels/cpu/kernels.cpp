@@ -34,13 +34,14 @@ struct Op {
   };
 };
 
-// One team, and what its attention needs from run to run.
+// One team, and what its operations need from run to run.
 struct Machine {
   Machine(int num_threads, int nice) : team(num_threads, nice) {}
 
   Team team;
   Cut cut;
   Partials partials;
+  Scratch rounded;  // rows of a product in whole numbers
 };
 
 // `num_rows`: those that the operation is about.
@@ -54,7 +55,8 @@ void run_op(Member& member, const Op& op, const Batch& batch, int64_t num_rows, 
     case kNorm:
       return run_norm<E>(member, op.norm, num_rows);
     case kLinear:
-      return run_linear<E>(member, op.linear, num_rows, machine.team.num_threads());
+      return run_linear<E>(member, op.linear, num_rows, machine.team.num_threads(),
+                           static_cast<uint32_t*>(machine.rounded.at_least(0)));
     case kRotate:
       return share_rows(member, num_rows, [&](int64_t row) {
         rotate_row<E>(op.rotate.queries, row);
@@ -112,17 +114,17 @@ void kvrelay_pack(Machine* machine, int dtype, const void* weight, int64_t num_o
 
 // Bytes of a quantised weight.
 int64_t kvrelay_quantised_bytes(int dtype, const Form* form, int64_t num_outputs, int64_t num_inputs) {
-  return dtype == kBFloat16 ? quantised_bytes<BFloat16>(*form, num_outputs, num_inputs)
-                            : quantised_bytes<Float>(*form, num_outputs, num_inputs);
+  return dtype == kBFloat16 ? integer_bytes(*form, num_outputs, num_inputs)
+                            : quantised_bytes(*form, num_outputs, num_inputs);
 }
 
 void kvrelay_pack_quantised(Machine* machine, int dtype, const Form* form, const int8_t* codes, const void* scales,
                             const void* minimums, int64_t num_outputs, int64_t num_inputs, uint8_t* to) {
   machine->team.run([=](Member& member) {
     if (dtype == kBFloat16)
-      pack_quantised<BFloat16>(member, *form, codes, scales, minimums, num_outputs, num_inputs, to);
+      pack_integer(member, *form, codes, scales, minimums, num_outputs, num_inputs, to);
     else
-      pack_quantised<Float>(member, *form, codes, scales, minimums, num_outputs, num_inputs, to);
+      pack_quantised(member, *form, codes, scales, minimums, num_outputs, num_inputs, to);
   });
 }
 
@@ -159,6 +161,11 @@ int kvrelay_run(Machine* machine, const Op* ops, int64_t num_ops, const Batch* b
     cut_batch(*batch, op.num_heads / op.num_kv_heads, machine->cut);
     machine->partials.prepare(machine->cut, op.num_kv_heads, ceil_div(op.head_dim, kLanes) * kLanes);
   }
+  int64_t words = 0;
+  for (const Op* op = ops; op != ops + num_ops; ++op)
+    if (op->kind == kLinear)
+      words = std::max(words, rounded_room(op->linear, batch->num_rows, machine->team.num_threads()));
+  machine->rounded.at_least(words * sizeof(uint32_t));
   machine->team.run([=](Member& member) {
     int64_t num_rows = batch->num_rows;
     for (const Op* op = ops; op != ops + num_ops; ++op) {

@@ -1,10 +1,11 @@
 // Matrix products with weights packed once: y = x times the weight transposed.
 //
-//   packed:  [blocks of 16 outputs][units of inputs][16 outputs], or quantised (quantised.h) and unpacked to that
+//   packed:  [blocks of 16 outputs][units of inputs][16 outputs], or quantised: unpacked to that (quantised.h), or multiplied as it is (integer.h)
 #pragma once
 
 #include <algorithm>
 
+#include "integer.h"
 #include "quantised.h"
 #include "team.h"
 #include "tile.h"
@@ -88,53 +89,97 @@ void finish(const Linear& linear, int weight, int64_t row, int64_t column, f32x1
   }
 }
 
-// Some blocks of a weight, as a task's products take them: as they lie, unpacked once for all rows, or on the way.
+// Some blocks of a weight, as a task's products take them: as they lie, or unpacked once for all rows.
 template <class E>
 struct Blocks {
   using Unit = typename E::Unit;
 
   Blocks(const Weight& weight, int64_t first_block, int num_blocks, int64_t num_rows)
-      : weight_(weight), num_blocks_(num_blocks), units_(num_units<E>(weight.num_inputs)), stride_(units_ * kLanes) {
-    if (!weight.form.bits) {
-      from_ = static_cast<const Unit*>(weight.packed) + first_block * stride_;
-      return;
+      : num_inputs_(weight.num_inputs), form_(weight.form), num_blocks_(num_blocks), stride_(num_units<E>(num_inputs_) * kLanes) {
+    from_ = static_cast<const uint8_t*>(weight.packed);
+    if (!form_.bits) {
+      from_ += first_block * stride_ * sizeof(Unit);
+    } else if constexpr (kInIntegers<E>) {
+      from_ += first_block * IntegerLayout(form_, num_inputs_).block_bytes;
+      first_code_ = first_integer_code(form_);
+      unpacks_ = form_.bits == 4 && num_rows > kIntegerRows;
+    } else {
+      const int64_t groups = ceil_div(num_inputs_, form_.group);
+      from_ += first_block * groups * group_bytes(form_);
+      stride_ = groups * form_.group * kLanes;
+      unpacks_ = true;
     }
-    const int64_t groups = num_groups<E>(weight.form, weight.num_inputs);
-    codes_ = static_cast<const uint8_t*>(weight.packed) + first_block * groups * group_bytes(weight.form);
-    if (num_rows <= kMostRowsAtOnce<E>) return;
-    num_groups_ = groups * num_blocks;
-    stride_ = groups * weight.form.group / E::kPerUnit * kLanes;
   }
 
-  // Elements of the room that `unpack` fills.
-  int64_t room() const { return num_groups_ ? num_blocks_ * stride_ : 0; }
+  // Bytes that `unpack` fills.
+  int64_t room() const {
+    if (!unpacks_) return 0;
+    return num_blocks_ * (kInIntegers<E> ? IntegerLayout(widened(), num_inputs_).block_bytes : stride_ * sizeof(Unit));
+  }
 
-  void unpack(Unit* room) {
-    if (!num_groups_) return;
-    unpack_groups<E>(weight_.form, codes_, num_groups_, room);
+  void unpack(uint8_t* room) {
+    if (!unpacks_) return;
+    if constexpr (kInIntegers<E>) {
+      widen_codes(form_, num_inputs_, from_, num_blocks_, room);
+      form_ = widened();
+    } else {
+      unpack_groups(form_, from_, num_blocks_ * ceil_div(num_inputs_, form_.group), reinterpret_cast<Unit*>(room));
+    }
     from_ = room;
   }
 
-  void multiply(int num_rows, const Unit* x, int64_t row_stride, Sums sums) const {
-    if constexpr (kMostRowsAtOnce<E> > 0) {
-      if (!from_)
-        return multiply_at_once<E>(num_rows, x, row_stride, weight_.form, codes_, units_, num_blocks_, sums);
-    }
-    kvrelay::multiply<E>(num_rows, x, row_stride, from_, stride_, units_, num_blocks_, sums);
+  // `rounded`: the same rows, where any of the product's weights is multiplied in whole numbers.
+  void multiply(int num_rows, const Unit* x, int64_t row_stride, const uint32_t* rounded, Sums sums) const {
+    if (kInIntegers<E> && form_.bits)
+      return multiply_integer(num_rows, {rounded, rounded_words(num_inputs_), num_inputs_, form_, first_code_, from_},
+                              num_blocks_, sums);
+    kvrelay::multiply<E>(num_rows, x, row_stride, reinterpret_cast<const Unit*>(from_), stride_, num_units<E>(num_inputs_),
+                         num_blocks_, sums);
   }
 
  private:
-  const Weight& weight_;
+  Form widened() const {
+    Form form = form_;
+    form.bits = 8;
+    return form;
+  }
+
+  int64_t num_inputs_;
+  Form form_;
   int num_blocks_;
-  int64_t units_;
-  int64_t stride_;          // from one block to the next
-  int64_t num_groups_ = 0;  // to unpack
-  const uint8_t* codes_ = nullptr;
-  const Unit* from_ = nullptr;
+  int64_t stride_;  // units from one block to the next
+  int32_t first_code_ = 0;
+  bool unpacks_ = false;
+  const uint8_t* from_;
 };
 
+// Words that `round_rows` needs.
+inline int64_t rounded_room(const Linear& linear, int64_t num_rows, int num_threads) {
+  return std::max<int64_t>(num_rows, kFewRounded * num_threads) * rounded_words(linear.weights[0].num_inputs);
+}
+
+// The rows of a product in whole numbers, if any of its weights wants them. All threads share `room`.
 template <class E>
-void run_linear(Member& member, const Linear& linear, int64_t num_rows, int num_threads) {
+const uint32_t* round_rows(Member& member, const Linear& linear, int64_t num_rows, uint32_t* room) {
+  if constexpr (kInIntegers<E>) {
+    const auto wants = [](const Weight& weight) { return weight.form.bits != 0; };
+    if (!std::any_of(linear.weights, linear.weights + linear.num_weights, wants)) return nullptr;
+    const int64_t num_inputs = linear.weights[0].num_inputs, words = rounded_words(num_inputs);
+    const auto* x = static_cast<const uint16_t*>(linear.x);
+    if (num_rows > kFewRounded) {
+      member.share(num_rows, [&](int64_t row) { round_row(x + row * linear.x_stride, num_inputs, room + row * words); });
+      return room;
+    }
+    room += member.index() * kFewRounded * words;
+    for (int64_t row = 0; row < num_rows; ++row) round_row(x + row * linear.x_stride, num_inputs, room + row * words);
+    return room;
+  }
+  return nullptr;
+}
+
+// `room`: as many words as `rounded_room` says.
+template <class E>
+void run_linear(Member& member, const Linear& linear, int64_t num_rows, int num_threads, uint32_t* room) {
   constexpr int kTileRows = Tiles<E>::kTileRows, kRowsPerTask = 128 / kTileRows * kTileRows;
   using Unit = typename E::Unit;
   const bool gates = linear.epilogue == kGate;
@@ -150,6 +195,8 @@ void run_linear(Member& member, const Linear& linear, int64_t num_rows, int num_
   int64_t groups[kMostWeights], all_groups = 0;
   for (int w = 0; w < (gates ? 1 : linear.num_weights); ++w) all_groups += groups[w] = ceil_div(num_blocks[w], width);
 
+  const uint32_t* rounded = round_rows<E>(member, linear, num_rows, room);
+  const int64_t words = rounded_words(linear.weights[0].num_inputs);
   member.share(row_tasks * all_groups, [&](int64_t task) {
     int64_t group = task % all_groups;
     int w = 0;
@@ -159,15 +206,15 @@ void run_linear(Member& member, const Linear& linear, int64_t num_rows, int num_
     const int64_t end = std::min(num_rows, (task / all_groups + 1) * kRowsPerTask);
     Blocks<E> parts[] = {{linear.weights[w], first_block, blocks, num_rows},
                          {linear.weights[w + num_parts - 1], first_block, blocks, num_rows}};
-    const int64_t first_room = parts[0].room(), room = first_room + (gates ? parts[1].room() : 0);
-    auto* unpacked = static_cast<Unit*>(member.scratch().at_least(room * sizeof(Unit)));
+    const int64_t first_room = parts[0].room(), all_room = first_room + (gates ? parts[1].room() : 0);
+    auto* unpacked = static_cast<uint8_t*>(member.scratch().at_least(all_room));
     for (int part = 0; part < num_parts; ++part) parts[part].unpack(unpacked + part * first_room);
     for (int64_t row = task / all_groups * kRowsPerTask; row < end; row += kTileRows) {
       const int rows = static_cast<int>(std::min<int64_t>(kTileRows, end - row));
       const auto* x = reinterpret_cast<const Unit*>(static_cast<const typename E::Value*>(linear.x) + row * linear.x_stride);
       alignas(64) f32x16 sums[2][kTileRows][kMostBlocks];
       for (int part = 0; part < num_parts; ++part)
-        parts[part].multiply(rows, x, linear.x_stride / E::kPerUnit, sums[part]);
+        parts[part].multiply(rows, x, linear.x_stride / E::kPerUnit, rounded ? rounded + row * words : nullptr, sums[part]);
       for (int m = 0; m < rows; ++m)
         for (int n = 0; n < blocks; ++n)
           finish<E>(linear, w, row + m, (first_block + n) * kLanes, sums[0][m][n], sums[1][m][n]);

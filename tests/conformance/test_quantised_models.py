@@ -125,16 +125,22 @@ def converted(folder: Path, family: str, kind: Kind, **options: Any) -> tuple[Pa
     ],
     ids=str,
 )
-def test_a_file_run_as_it_is_gives_the_bits_of_its_conversion(
+def test_a_file_run_as_it_is_gives_the_logits_of_its_conversion(
     family: str, kind: Kind, options: dict[str, Any], tmp_path: Path
 ) -> None:
     path, folder = converted(tmp_path, family, kind, **WIDE | options)
     prompt = random_prompt(70)
-    expected = Teacher(folder, dtype="bfloat16").logits(prompt)
-    assert torch.equal(Teacher(folder, dtype="bfloat16", quantization="gguf", gguf=path).logits(prompt), expected)
+    found = Teacher(folder, dtype="bfloat16", quantization="gguf", gguf=path)
+    assert_near(found.logits(prompt), Teacher(folder, dtype="bfloat16").logits(prompt))
+    assert torch.equal(found.logits(prompt, cuts=(1, 17, 18, 50)), found.logits(prompt))
 
 
-def test_a_file_of_several_types_gives_the_bits_of_its_conversion(tmp_path: Path) -> None:
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """As near as roundings to bfloat16 leave two ways of computing a few layers of random weights."""
+    assert float((found - expected).norm() / expected.norm()) < 0.04
+
+
+def test_a_file_of_several_types_gives_the_logits_of_its_conversion(tmp_path: Path) -> None:
     """As they come: a gate and what it gates of different types, one of them not quantised."""
     model = make_model(tmp_path / "original", "llama", **WIDE, head_dim=32)
     kinds = {"up": [Kind.Q4_K, Kind.Q6_K, Kind.Q3_K, Kind.F16], "down": [Kind.Q6_K, Kind.Q2_K, Kind.Q5_K, Kind.Q8_0]}
@@ -157,8 +163,8 @@ def test_a_file_of_several_types_gives_the_bits_of_its_conversion(tmp_path: Path
     expected = Teacher(tmp_path / "back", dtype="bfloat16").logits(prompt)
     assert expected.isfinite().all()
     found = Teacher(tmp_path / "back", dtype="bfloat16", quantization="gguf", gguf=path)
-    assert torch.equal(found.logits(prompt), expected)
-    assert torch.equal(found.logits(prompt, cuts=(1, 17, 18, 50)), expected)
+    assert_near(found.logits(prompt), expected)
+    assert torch.equal(found.logits(prompt, cuts=(1, 17, 18, 50)), found.logits(prompt))
 
 
 def test_a_model_that_is_no_gguf_is_refused_by_name(tiny_model: Path) -> None:
@@ -221,7 +227,11 @@ def test_logits_are_those_of_a_checkpoint_of_the_rounded_weights(
     monkeypatch.setattr(
         "kvrelay.engine.models.quantised.quantise", lambda weight, bits: quantise(weight, bits).unpacked()
     )
-    assert torch.equal(Teacher(tmp_path, dtype=dtype, quantization=quantization).logits(prompt), found)
+    rounded = Teacher(tmp_path, dtype=dtype, quantization=quantization).logits(prompt)
+    if dtype == "float32":
+        assert torch.equal(rounded, found)
+    else:
+        assert_near(rounded, found)
     error = float((found - plain).norm() / plain.norm())
     assert 1e-4 < error < {"int8": 0.1, "int4": 0.5}[quantization]
 
