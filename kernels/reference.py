@@ -37,7 +37,8 @@ VALUE_COLUMNS = 16
 SHARED = 32  # inputs of a row that are rounded by one power of two, where weights are quantised
 NUMBER_BITS = 14
 SMALLEST = 27  # exponent, as a float stores it: smaller groups are rounded as if they had it
-_OUTPUTS = 4_096  # of a quantised weight in one piece of work
+_OUTPUTS = 1_024  # of a quantised weight, whose codes are floats for a moment
+_INTEGER_ROWS = 32
 
 _MAX_QUERIES = 128  # of one sequence in one piece of work: bounds the memory that scores take
 _MAX_GATHERED_TOKENS = 16_384  # of all sequences in one piece of work
@@ -152,28 +153,31 @@ def integer_linear(x_TC: Tensor, weight: QuantisedWeight, bias_O: Tensor | None 
     num_outputs, num_inputs = weight.shape
     num_groups, size = weight.scales.shape[1], weight.group
     numbers_TC, powers_TS = whole_numbers(x_TC)
-    numbers_TGC = numbers_TC[:, : num_groups * size].double().unflatten(1, (num_groups, size))
+    numbers_TGC = numbers_TC[:, : num_groups * size].unflatten(1, (num_groups, size))
     powers_TG = powers_TS.repeat_interleave(SHARED // size, dim=1)[:, :num_groups]
-    totals_TG = numbers_TGC.sum(-1).float() * powers_TG
+    totals_TG = numbers_TGC.sum(-1) * powers_TG
+    # Two digits of 8 bits: so no sum leaves float32's whole numbers, in any order, and no product TensorFloat-32's.
+    high_TGC = (numbers_TGC / 256).round()
+    digits_GTC = torch.stack([high_TGC, numbers_TGC - 256 * high_TGC]).permute(2, 0, 1, 3)
     out_TO = x_TC.new_empty(len(x_TC), num_outputs)
     for first in range(0, num_outputs, _OUTPUTS):
         outputs = slice(first, first + _OUTPUTS)
-        codes_OC = pad(weight.codes[outputs].double(), (0, num_groups * size - num_inputs))
+        codes_OC = pad(weight.codes[outputs].float(), (0, num_groups * size - num_inputs))
         codes_GCO = codes_OC.unflatten(1, (num_groups, size)).permute(1, 2, 0)
-        scales_GO = weight.scales[outputs].float().t()
-        minimums_GO = None if weight.minimums is None else weight.minimums[outputs].float().t()
-        for start in range(0, len(x_TC), ROWS):
-            rows = slice(start, start + ROWS)
-            # In float64 these sums are exact in any order: of 32 numbers of 14 bits times 8 bits.
-            exact_GTO = torch.bmm(numbers_TGC[rows].transpose(0, 1), codes_GCO).float()
-            sums_TO = torch.zeros_like(exact_GTO[0])
-            for group in range(num_groups):
-                part_TO = scales_GO[group] * (exact_GTO[group] * powers_TG[rows, group, None])
-                if minimums_GO is not None:
-                    part_TO = part_TO + minimums_GO[group] * totals_TG[rows, group, None]
-                sums_TO = sums_TO + part_TO
+        scales_G1O = weight.scales[outputs].float().t()[:, None]
+        minimums_G1O = None if weight.minimums is None else weight.minimums[outputs].float().t()[:, None]
+        for start in range(0, len(x_TC), _INTEGER_ROWS):
+            rows = slice(start, start + _INTEGER_ROWS)
+            high_GTO, low_GTO = torch.bmm(digits_GTC[:, :, rows].flatten(1, 2), codes_GCO).int().chunk(2, dim=1)
+            exact_GTO = high_GTO.mul_(256).add_(low_GTO).float()
+            parts_GTO = exact_GTO.mul_(powers_TG[rows].t()[..., None]).mul_(scales_G1O)
+            if minimums_G1O is not None:
+                parts_GTO += minimums_G1O * totals_TG[rows].t()[..., None]
+            sums_TO = torch.zeros_like(parts_GTO[0])
+            for part_TO in parts_GTO:
+                sums_TO += part_TO
             if bias_O is not None:
-                sums_TO = sums_TO + bias_O[outputs].float()
+                sums_TO += bias_O[outputs].float()
             out_TO[rows, outputs] = sums_TO.to(x_TC.dtype)
     return out_TO
 
