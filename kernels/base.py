@@ -33,10 +33,12 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedWeight:
-    """A matrix of `dtype` as small whole numbers: each value is its rounding of code * scale + minimum, in float32.
+    """A matrix as small whole numbers, for rows of `dtype`: each value is code * scale + minimum.
 
-    Groups of an output's inputs share a scale, and a minimum where there are any. A code times its scale must be exact
-    in float32 (scales of 16 significant bits are), so that only the sum is rounded, and then the value.
+    Groups of an output's inputs share a scale, and a minimum where there are any. Products with rows of bfloat16 are
+    `reference.integer_linear`, to the bit. Others have the bits of products with the values unpacked: rounded to
+    float32 and then to `dtype`; a code times its scale must be exact in float32 (scales of 16 significant bits are),
+    so that only the sum is rounded.
     """
 
     codes: Tensor  # [O, C], int8; of 4 bits: 0 to 15, or -8 to 7 where there are no minimums
@@ -113,7 +115,7 @@ class Kernels(Protocol):
         """Prepare a weight once, at load time. May keep the tensor itself, mapped file and all."""
 
     def pack_quantised(self, weight: QuantisedWeight) -> PackedWeight:
-        """Prepare a quantised weight once. Products with it have the bits of products with what it unpacks to."""
+        """Prepare a quantised weight once. What products with it are: `QuantisedWeight`."""
 
     def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
         """x times the weight transposed, plus the bias. Returns [T, num_outputs]."""
