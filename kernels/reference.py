@@ -58,7 +58,8 @@ class ReferenceKernels:
 
     def pack_quantised(self, weight: QuantisedWeight) -> PackedWeight:
         if weight.dtype == torch.bfloat16:
-            return PackedWeight(weight.codes, *weight.codes.shape, weight)
+            num_outputs, num_inputs = weight.shape
+            return PackedWeight(weight.codes, num_outputs, num_inputs, weight)
         return self.pack(weight.unpacked())
 
     def linear(self, x_TC: Tensor, weight: PackedWeight, bias_O: Tensor | None = None) -> Tensor:
@@ -153,7 +154,7 @@ def integer_linear(x_TC: Tensor, weight: QuantisedWeight, bias_O: Tensor | None 
     num_outputs, num_inputs = weight.shape
     num_groups, size = weight.scales.shape[1], weight.group
     numbers_TC, powers_TS = whole_numbers(x_TC)
-    numbers_TGC = numbers_TC[:, : num_groups * size].unflatten(1, (num_groups, size))
+    numbers_TGC = numbers_TC[:, : num_groups * size].reshape(-1, num_groups, size)
     powers_TG = powers_TS.repeat_interleave(SHARED // size, dim=1)[:, :num_groups]
     totals_TG = numbers_TGC.sum(-1) * powers_TG
     # Two digits of 8 bits: so no sum leaves float32's whole numbers, in any order, and no product TensorFloat-32's.
@@ -163,7 +164,7 @@ def integer_linear(x_TC: Tensor, weight: QuantisedWeight, bias_O: Tensor | None 
     for first in range(0, num_outputs, _OUTPUTS):
         outputs = slice(first, first + _OUTPUTS)
         codes_OC = pad(weight.codes[outputs].float(), (0, num_groups * size - num_inputs))
-        codes_GCO = codes_OC.unflatten(1, (num_groups, size)).permute(1, 2, 0)
+        codes_GCO = codes_OC.view(-1, num_groups, size).permute(1, 2, 0)
         scales_G1O = weight.scales[outputs].float().t()[:, None]
         minimums_G1O = None if weight.minimums is None else weight.minimums[outputs].float().t()[:, None]
         for start in range(0, len(x_TC), _INTEGER_ROWS):
@@ -188,7 +189,7 @@ def whole_numbers(x_TC: Tensor) -> tuple[Tensor, Tensor]:
     The largest of a group has 14 bits, so a bfloat16 within 2^-6 of it loses nothing. Where a group holds an infinity
     or a NaN its power is NaN, and so are all outputs of its row.
     """
-    groups_TSC = _pad_inputs(x_TC.float()).unflatten(1, (-1, SHARED))
+    groups_TSC = _pad_inputs(x_TC.float()).contiguous().view(len(x_TC), -1, SHARED)
     most_TS = groups_TSC.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(-1)  # the order of sizes is that of their bits
     exponents_TS = (most_TS >> 23).clamp_min(SMALLEST)  # as a float stores them: by 127 too large
     up_TS = ((2 * 127 + NUMBER_BITS - 1 - exponents_TS) << 23).view(torch.float32)
