@@ -80,22 +80,33 @@ def _fit8(groups: Tensor, narrow: torch.dtype) -> Fit:
 
 def _fit4(groups: Tensor, narrow: torch.dtype) -> Fit:
     low, high = groups.aminmax(dim=0)
-    total = groups.sum(0)
+    total = _sum(groups)
     codes = scale = minimum = least_error = torch.full_like(low, torch.nan)  # than which nothing is worse
     for cut in _CUTS:
         span = (high - low) * cut
         first = _codes4(groups, span / 15, (low + high - span) / 2)
-        sum_codes, spread = first.sum(0), GROUP * first.square().sum(0) - first.sum(0).square()
-        slope = (GROUP * first.mul_(groups).sum(0) - sum_codes * total) / spread
+        sum_codes = _sum(first)
+        spread = GROUP * _sum(first.square()) - sum_codes.square()
+        slope = (GROUP * _sum(first.mul_(groups)) - sum_codes * total) / spread
         new_scale = torch.where(spread > 0, slope, 0 * span).to(narrow).float()
         new_minimum = ((total - new_scale * sum_codes) / GROUP).to(narrow).float()
         new_codes = _codes4(groups, new_scale, new_minimum)
-        error = (new_codes * new_scale).add_(new_minimum).sub_(groups).square_().sum(0)
+        error = (new_codes * new_scale).add_(new_minimum).sub_(groups).square_()
+        error = _sum(error)
         worse = error >= least_error
         codes = torch.where(worse, codes, new_codes)
         scale, minimum = torch.where(worse, scale, new_scale), torch.where(worse, minimum, new_minimum)
         least_error = torch.where(worse, least_error, error)
     return codes, scale, minimum
+
+
+def _sum(values_GN: Tensor) -> Tensor:
+    """Of each group, in its order: torch's own sums have an order that depends on the size and on the CPU, and two nodes
+    must come to the same codes."""
+    total = values_GN[0].clone()
+    for value_N in values_GN[1:]:
+        total += value_N
+    return total
 
 
 def _codes4(groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:

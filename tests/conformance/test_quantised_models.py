@@ -288,7 +288,7 @@ def test_a_value_that_is_no_number_stays_seen_and_in_its_group(bits: Any, bad: f
 
 
 def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(301, 77)
+    weight = torch.randn(901, 77)
     for bits in (4, 8):
         whole = quantise(weight, bits).unpacked()  # type: ignore[arg-type]
         with monkeypatch.context() as patched:
