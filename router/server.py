@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -33,6 +33,7 @@ from kvrelay.router.nodes import NodesServicer
 from kvrelay.router.registry import Registry
 from kvrelay.router.service import InferenceService
 from kvrelay.router.tokenizer import Tokenizer
+from kvrelay.router.trace_context import read_headers
 from kvrelay.router.traces import RequestTraces
 
 log = get_logger(__name__)
@@ -54,6 +55,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         service = self._service
         with service.admission.admit_request() as stay:
             raw = wire.read_request(request)
+            if raw.trace is None:  # as instrumented clients send it
+                raw = replace(raw, trace=read_headers(_texts(context)))
             prepared = await service.prepare(raw, context.time_remaining())
             async with (
                 ending_after(service.remaining_s(prepared)),
@@ -90,6 +93,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 request.model, request.token_ids, skip_special_tokens=request.skip_special_tokens
             )
         return inference_pb2.DetokenizeResponse(text=text)
+
+
+def _texts(context: Context) -> Iterator[tuple[str, str]]:
+    for name, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            yield name, value
 
 
 class ClusterServicer(node_pb2_grpc.ClusterServicer):

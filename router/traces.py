@@ -11,6 +11,7 @@ from kvrelay.router.policy import Placement
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
+_OPERATION = "text_completion"  # OpenTelemetry's word; chats are texts, too, when they come here
 _GOOD = frozenset({"stop", "length", "LEFT"})  # who leaves is no error of ours
 
 
@@ -28,11 +29,11 @@ class RequestTraces:
         from opentelemetry.trace import SpanKind
 
         parent = self._tracing.read(trace)
-        span = self._tracing.start(f"generate {self._model}", request.arrival, parent, kind=SpanKind.SERVER)
+        span = self._tracing.start(f"{_OPERATION} {self._model}", request.arrival, parent, kind=SpanKind.SERVER)
         self._spans[request.key] = span
         span.set_attributes(
             {
-                "gen_ai.operation.name": "generate_content",
+                "gen_ai.operation.name": _OPERATION,
                 "gen_ai.request.model": self._model,
                 "gen_ai.request.max_tokens": request.sampling.max_tokens,
                 "gen_ai.request.temperature": request.sampling.temperature,

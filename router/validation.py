@@ -11,10 +11,8 @@ from kvrelay.engine.legs import TraceContext
 from kvrelay.engine.request import Request, RequestKey, SamplingParams, StructuredOutput
 from kvrelay.router.api import ChatMessage, RawPrompt, RawRequest, RawSampling
 from kvrelay.router.config import RouterConfig
+from kvrelay.router.trace_context import MAX_TRACEPARENT, MAX_TRACESTATE, TRACEPARENT, is_tracestate
 
-_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-_MAX_TRACEPARENT = 55
-_MAX_TRACESTATE = 512
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -279,9 +277,9 @@ def _check_name(field: str, name: str, max_length: int) -> None:
 
 
 def _check_trace(trace: TraceContext) -> None:
-    _at_most("trace.traceparent", trace.traceparent, _MAX_TRACEPARENT, "characters")
-    if not _TRACEPARENT.fullmatch(trace.traceparent):
+    _at_most("trace.traceparent", trace.traceparent, MAX_TRACEPARENT, "characters")
+    if not TRACEPARENT.fullmatch(trace.traceparent):
         raise InvalidArgument("trace.traceparent", trace.traceparent, "expected 00-<32 hex digits>-<16>-<2>")
-    _at_most("trace.tracestate", trace.tracestate, _MAX_TRACESTATE, "characters")
-    if not (trace.tracestate.isascii() and trace.tracestate.isprintable()):
+    _at_most("trace.tracestate", trace.tracestate, MAX_TRACESTATE, "characters")
+    if not is_tracestate(trace.tracestate):
         raise InvalidArgument("trace.tracestate", trace.tracestate, "must be printable ASCII")

@@ -101,8 +101,7 @@ def _fit4(groups: Tensor, narrow: torch.dtype) -> Fit:
 
 
 def _sum(values_GN: Tensor) -> Tensor:
-    """Of each group, in its order: torch's own sums have an order that depends on the size and on the CPU, and two nodes
-    must come to the same codes."""
+    """Of each group, in its order: that of torch's own sums depends on size and CPU, and nodes must agree on codes."""
     total = values_GN[0].clone()
     for value_N in values_GN[1:]:
         total += value_N

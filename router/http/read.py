@@ -12,10 +12,9 @@ from kvrelay.router.api import SCALARS, ChatMessage, RawPrompt, RawRequest, RawS
 from kvrelay.router.config import RouterConfig
 from kvrelay.router.http.response_format import FIELDS, structured_output
 from kvrelay.router.http.schema import ChatCompletionRequest, CompletionRequest, Message, Sampling
+from kvrelay.router.trace_context import read_headers
 
 Body = TypeVar("Body")
-
-_TRACEPARENT, _TRACESTATE = b"traceparent", b"tracestate"
 
 
 def decode_body(body: bytes, kind: type[Body]) -> Body:
@@ -45,9 +44,8 @@ class BadBody(InvalidArgument):
 
 
 def read_trace(headers: Sequence[tuple[bytes, bytes]]) -> TraceContext | None:
-    """W3C's headers; without a traceparent there is no trace."""
-    found = {name: value.decode("latin-1") for name, value in headers if name in (_TRACEPARENT, _TRACESTATE)}
-    return TraceContext(found[_TRACEPARENT], found.get(_TRACESTATE, "")) if _TRACEPARENT in found else None
+    """W3C's headers; without a traceparent that makes sense there is no trace."""
+    return read_headers((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
 
 
 # --- completions

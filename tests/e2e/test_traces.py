@@ -1,7 +1,9 @@
 """OpenTelemetry's spans of a request over router, prefill and decode node, as processes."""
 
+import json
 import logging
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from itertools import count, pairwise
 from pathlib import Path
@@ -10,7 +12,7 @@ import grpc
 import pytest
 from support.collector import Collector, Span, collecting
 from support.oracle import random_prompt
-from support.roles import Client, RoleProcess, Roles, wait_for
+from support.roles import Client, Roles, wait_for
 
 from kvrelay.cli.config import UpConfig
 from kvrelay.cli.supervisor import node_arguments, router_arguments
@@ -28,11 +30,11 @@ _numbers = count(1)
 
 # Each span, by (process, name) -> the one that it belongs to.
 TREE = {
-    ("kvrelay-router", "route"): ("kvrelay-router", "generate tiny"),
-    ("kvrelay-prefill", "prefill"): ("kvrelay-router", "generate tiny"),
+    ("kvrelay-router", "route"): ("kvrelay-router", "text_completion tiny"),
+    ("kvrelay-prefill", "prefill"): ("kvrelay-router", "text_completion tiny"),
     ("kvrelay-prefill", "queue"): ("kvrelay-prefill", "prefill"),
     ("kvrelay-prefill", "compute"): ("kvrelay-prefill", "prefill"),
-    ("kvrelay-decode", "decode"): ("kvrelay-router", "generate tiny"),
+    ("kvrelay-decode", "decode"): ("kvrelay-router", "text_completion tiny"),
     ("kvrelay-decode", "grant"): ("kvrelay-decode", "decode"),
     ("kvrelay-decode", "transfer"): ("kvrelay-decode", "decode"),
     ("kvrelay-decode", "queue"): ("kvrelay-decode", "decode"),
@@ -44,8 +46,16 @@ TREE = {
 class Traced:
     """A router and two nodes that all send their spans to one collector."""
 
-    def __init__(self, client: Client, collector: Collector, nodes: Sequence[RoleProcess], logs: Path) -> None:
-        self.client, self.collector, self.nodes, self.logs = client, collector, nodes, logs
+    def __init__(self, client: Client, collector: Collector, http: str, logs: Path) -> None:
+        self.client, self.collector, self.http, self.logs = client, collector, http, logs
+
+    def complete(self, headers: dict[str, str]) -> int:
+        """Over HTTP. Returns: the status."""
+        body = json.dumps({"prompt": random_prompt(40, seed=next(_numbers)), "max_tokens": 2}).encode()
+        asked = urllib.request.Request(f"http://{self.http}/v1/completions", body, headers)
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            status: int = answer.status
+            return status
 
     def ask(self, *, flags: str = "01", **sampling: object) -> str:
         """Returns: the trace that the client began."""
@@ -77,10 +87,11 @@ def traced(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         try:
             told = ("--otlp-endpoint", collector.url)
             router = roles.start("router", "--port", "0", *told)
-            nodes = [roles.start(role, "--router", router.grpc, *FLAGS, *told) for role in ("prefill", "decode")]
+            for role in ("prefill", "decode"):
+                roles.start(role, "--router", router.grpc, *FLAGS, *told)
             client = Client(router.grpc)
             client.wait_until_paired()
-            yield Traced(client, collector, nodes, logs)
+            yield Traced(client, collector, router.http, logs)
             client.close()
         finally:
             roles.close()
@@ -95,9 +106,9 @@ def by_name(spans: Sequence[Span]) -> dict[tuple[str, str], Span]:
 def test_a_request_is_one_tree_under_its_client_s_span(traced: Traced) -> None:
     trace_id = traced.ask()
     found = by_name(traced.collector.wait(trace_id, {name for pair in (*TREE, *TREE.values()) for name in pair[1:]}))
-    root = found["kvrelay-router", "generate tiny"]
+    root = found["kvrelay-router", "text_completion tiny"]
     assert root.parent_id == PARENT
-    assert found.keys() == TREE.keys() | {("kvrelay-router", "generate tiny")}
+    assert found.keys() == TREE.keys() | {("kvrelay-router", "text_completion tiny")}
     for own, parent in TREE.items():
         assert found[own].parent_id == found[parent].span_id, own
         assert found[own].start <= found[own].end
@@ -107,8 +118,8 @@ def test_a_request_is_one_tree_under_its_client_s_span(traced: Traced) -> None:
 
 def test_the_times_follow_one_another_and_lie_within_the_request(traced: Traced) -> None:
     trace_id = traced.ask()
-    found = by_name(traced.collector.wait(trace_id, {"route", "steps", "compute", "generate tiny"}))
-    root = found["kvrelay-router", "generate tiny"]
+    found = by_name(traced.collector.wait(trace_id, {"route", "steps", "compute", "text_completion tiny"}))
+    root = found["kvrelay-router", "text_completion tiny"]
     slack = 20_000_000  # nanoseconds: each process compares its two clocks once
     for span in found.values():
         assert root.start - slack <= span.start <= span.end <= root.end + slack, span
@@ -123,8 +134,8 @@ def test_the_times_follow_one_another_and_lie_within_the_request(traced: Traced)
 
 def test_attributes_say_what_and_where_and_nothing_of_the_text(traced: Traced) -> None:
     trace_id = traced.ask(max_tokens=6)
-    found = by_name(traced.collector.wait(trace_id, {"generate tiny", "transfer", "prefill", "steps", "decode"}))
-    root = found["kvrelay-router", "generate tiny"]
+    found = by_name(traced.collector.wait(trace_id, {"text_completion tiny", "transfer", "prefill", "steps", "decode"}))
+    root = found["kvrelay-router", "text_completion tiny"]
     said = root.attributes
     assert said["gen_ai.request.model"] == "tiny"
     assert said["gen_ai.usage.input_tokens"] == 70
@@ -151,7 +162,7 @@ def test_without_a_client_s_trace_each_request_begins_one(traced: Traced) -> Non
         traced.client.stream(message())
 
     def fresh() -> list[Span]:
-        return [s for s in traced.collector.spans if s.trace_id not in seen and s.name == "generate tiny"]
+        return [s for s in traced.collector.spans if s.trace_id not in seen and s.name == "text_completion tiny"]
 
     wait_for(lambda: len(fresh()) >= 2)
     assert len({span.trace_id for span in fresh()}) == len(fresh())
@@ -161,7 +172,7 @@ def test_without_a_client_s_trace_each_request_begins_one(traced: Traced) -> Non
 def test_what_the_client_does_not_sample_leaves_no_span_anywhere(traced: Traced) -> None:
     unsampled = traced.ask(flags="00")
     sampled = traced.ask()
-    traced.collector.wait(sampled, {"generate tiny", "prefill", "steps", "decode"})
+    traced.collector.wait(sampled, {"text_completion tiny", "prefill", "steps", "decode"})
     assert unsampled not in {span.trace_id for span in traced.collector.spans}
 
 
@@ -170,8 +181,8 @@ def test_a_request_that_is_left_ends_its_spans_without_an_error(traced: Traced) 
     call = traced.client._inference.Generate(message(trace=trace, length=20, max_tokens=100), timeout=60)
     next(call)
     call.cancel()
-    found = by_name(traced.collector.wait(trace_id, {"generate tiny", "prefill", "decode"}))
-    assert found["kvrelay-router", "generate tiny"].attributes["kvrelay.outcome"] == "LEFT"
+    found = by_name(traced.collector.wait(trace_id, {"text_completion tiny", "prefill", "decode"}))
+    assert found["kvrelay-router", "text_completion tiny"].attributes["kvrelay.outcome"] == "LEFT"
     assert found["kvrelay-decode", "decode"].attributes["kvrelay.cancelled"] is True
     assert not any(span.is_error for span in found.values())
 
@@ -182,8 +193,8 @@ def test_a_request_that_fails_on_a_node_says_so_on_both(traced: Traced) -> None:
     form = pb.StructuredOutput(choice=pb.Choices(choices=["x"]))
     with pytest.raises(grpc.RpcError) as caught:
         traced.client.stream(message(trace=trace, ignore_eos=False, structured_output=form, bad_words=["x"]))
-    found = by_name(traced.collector.wait(trace_id, {"generate tiny", "prefill"}))
-    root, leg = found["kvrelay-router", "generate tiny"], found["kvrelay-prefill", "prefill"]
+    found = by_name(traced.collector.wait(trace_id, {"text_completion tiny", "prefill"}))
+    root, leg = found["kvrelay-router", "text_completion tiny"], found["kvrelay-prefill", "prefill"]
     assert root.is_error
     assert leg.is_error or leg.attributes["kvrelay.cancelled"]  # D's word may be quicker than P's
     assert leg.attributes.get("error.type", "INTERNAL") == "INTERNAL"
@@ -201,10 +212,25 @@ def test_a_collector_that_fails_and_comes_back_costs_spans_and_one_line_of_log(t
     finally:
         traced.collector.status = 200
     trace_id = traced.ask()
-    traced.collector.wait(trace_id, {"generate tiny", "prefill", "steps"})
+    traced.collector.wait(trace_id, {"text_completion tiny", "prefill", "steps"})
     for log in traced.logs.iterdir():
         assert log.read_text().count("traces_not_sent") <= 1
         assert "Traceback" not in log.read_text()
+
+
+def test_a_client_s_trace_comes_by_grpc_s_metadata_and_by_http_s_header_too(traced: Traced) -> None:
+    by_metadata, by_header = (f"{next(_numbers):032x}" for _ in range(2))
+    metadata = (("traceparent", f"00-{by_metadata}-{PARENT}-01"), ("tracestate", "shop=7"))
+    list(traced.client._inference.Generate(message(), timeout=60, metadata=metadata))
+    assert traced.complete({"traceparent": f"00-{by_header}-{PARENT}-01"}) == 200
+    for trace_id in (by_metadata, by_header):
+        found = by_name(traced.collector.wait(trace_id, {"text_completion tiny", "prefill", "decode"}))
+        assert found["kvrelay-router", "text_completion tiny"].parent_id == PARENT
+
+
+def test_a_header_that_makes_no_sense_begins_a_new_trace_and_costs_no_request(traced: Traced) -> None:
+    assert traced.complete({"traceparent": "junk", "tracestate": "a=1"}) == 200
+    list(traced.client._inference.Generate(message(), timeout=60, metadata=(("traceparent", "00-1-2-3"),)))
 
 
 # --- without a collector

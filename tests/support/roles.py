@@ -25,6 +25,7 @@ class RoleProcess:
     process: subprocess.Popen[bytes]
     grpc: str
     connector: str = ""
+    http: str = ""
 
     def kill(self) -> None:
         """As a power cut would."""
@@ -93,7 +94,9 @@ class Roles:
             line = pipe.readline()
         assert line, f"{role} did not start: {spawned.log.read_text()}"
         announced = json.loads(line)
-        return RoleProcess(spawned.process, announced["grpc"], announced.get("connector", ""))
+        return RoleProcess(
+            spawned.process, announced["grpc"], announced.get("connector", ""), announced.get("http", "")
+        )
 
     def close(self) -> None:
         for spawned in self._spawned:
