@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from functools import partial
 
 import numpy as np
 
@@ -31,19 +32,22 @@ class FakeNetwork:
     def send(self, grant, copy, data):
         with self.lock:
             self.in_flight.append((grant, copy, data))
-            if not self.is_held:
-                self.deliver()
+        if not self.is_held:
+            self.deliver()
 
     def deliver(self, count=None):
         """Let the oldest pieces arrive: all, or so many."""
+        events = []
         with self.lock:
             for _ in range(len(self.in_flight) if count is None else min(count, len(self.in_flight))):
-                self.reader.take(*self.in_flight.popleft())
+                events += self.reader.take(*self.in_flight.popleft())
+        say(events)
 
     def leave_piece(self):
         with self.lock:
             self.stays_in_piece = False
-            self.reader.leave()
+            events = self.reader.leave()
+        say(events)
 
     def fail(self):
         """The data connections are gone, with what was on its way."""
@@ -55,6 +59,12 @@ class FakeNetwork:
                 link.events.write_failed(link.session_nonce, "the test cut it")
         for nonce in nonces:
             self.reader.events.read_failed(nonce, "the test cut it")
+
+
+def say(events):
+    """With no lock held, as every transport does."""
+    for event in events:
+        event()
 
 
 class FakeWriter:
@@ -147,14 +157,13 @@ class FakeReader:
             return True
 
     def take(self, grant, copy, data):
-        if self.inside is not None:
-            self.leave()
+        """Returns: what is to be said of it."""
+        events = [] if self.inside is None else self.leave()
         if grant not in self.targets:
             self.num_dropped += 1
-            return
+            return events
         self.inside = (grant, copy, data, self.targets[grant][copy.index])
-        if not self.network.stays_in_piece:
-            self.leave()
+        return events if self.network.stays_in_piece else events + self.leave()
 
     def leave(self):
         grant, copy, data, block = self.inside
@@ -163,10 +172,11 @@ class FakeReader:
         self.missing[grant][copy.index, copy.start : copy.start + copy.size] = False
         if self.stopped_inside:
             self.stopped_inside = False
-            self.events.reader_idle(grant)
-        elif not self.missing[grant].any():
-            del self.targets[grant]
-            self.events.all_in(grant)
+            return [partial(self.events.reader_idle, grant)]
+        if self.missing[grant].any():
+            return []
+        del self.targets[grant]
+        return [partial(self.events.all_in, grant)]
 
     def close(self):
         pass
