@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from functools import partial
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -25,6 +26,17 @@ class FakeNetwork:
         self.is_one_sided = False
         self.reader = None
         self.links = []
+        self._events = SimpleQueue()
+        threading.Thread(target=self._say_all, name="fake-network", daemon=True).start()
+
+    def say(self, events):
+        """On a thread of the network's own with no lock held, as every transport does."""
+        for event in events:
+            self._events.put(event)
+
+    def _say_all(self):
+        while True:
+            self._events.get()()
 
     def hold(self):
         self.is_held = True
@@ -41,13 +53,13 @@ class FakeNetwork:
         with self.lock:
             for _ in range(len(self.in_flight) if count is None else min(count, len(self.in_flight))):
                 events += self.reader.take(*self.in_flight.popleft())
-        say(events)
+        self.say(events)
 
     def leave_piece(self):
         with self.lock:
             self.stays_in_piece = False
             events = self.reader.leave()
-        say(events)
+        self.say(events)
 
     def fail(self):
         """The data connections are gone, with what was on its way."""
@@ -59,12 +71,6 @@ class FakeNetwork:
                 link.events.write_failed(link.session_nonce, "the test cut it")
         for nonce in nonces:
             self.reader.events.read_failed(nonce, "the test cut it")
-
-
-def say(events):
-    """With no lock held, as every transport does."""
-    for event in events:
-        event()
 
 
 class FakeWriter:
@@ -102,7 +108,7 @@ class FakeLink:
         for copy in copies:
             data = self.region[copy.source_block, copy.start : copy.start + copy.size].copy()
             self.network.send(grant, copy, data)
-            self.events.written(grant, copy.size)
+            self.network.say([partial(self.events.written, grant, copy.size)])
 
     def stop(self, grant):
         return self.inside != grant
@@ -110,7 +116,7 @@ class FakeLink:
     def leave(self):
         """Of a stopped writer that was inside a piece."""
         grant, self.inside = self.inside, None
-        self.events.writer_idle(grant)
+        self.network.say([partial(self.events.writer_idle, grant)])
 
     def close(self):
         self.is_closed = True
