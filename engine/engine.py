@@ -151,13 +151,12 @@ class Engine:
 
     def _take(self, item: Scheduled, result: RowResult) -> RowOutput:
         sequence = item.sequence
-        try:
-            if isinstance(result, KvrelayError):
-                raise result
-            tokens = tuple(self._token(sequence, i, sampled) for i, sampled in enumerate(result.sampled))
-        except KvrelayError as error:
+        tokens = result if isinstance(result, KvrelayError) else self._tokens(sequence, result.sampled)
+        tokens = result if isinstance(result, KvrelayError) else self._tokens(sequence, result.sampled)
+        if isinstance(tokens, KvrelayError):
             self.scheduler.abort(sequence)
-            return RowOutput(sequence, item.start, item.end, error=error)
+            return RowOutput(sequence, item.start, item.end, error=tokens)
+        assert not isinstance(result, KvrelayError)
         first_prompt_index = sequence.num_prompt_logprobs
         sequence.num_prompt_logprobs += len(result.prompt_logprobs)
         going_on: tuple[Sequence, ...] = ()
@@ -174,6 +173,13 @@ class Engine:
             prompt_logprobs=result.prompt_logprobs,
             first_prompt_index=first_prompt_index,
         )
+
+    def _tokens(self, sequence: Sequence, sampled: Seq[Sampled]) -> tuple[OutputToken, ...] | KvrelayError:
+        """Returns an error and does not raise it where it is kept: that would be a cycle of references."""
+        try:
+            return tuple(self._token(sequence, i, token) for i, token in enumerate(sampled))
+        except KvrelayError as error:
+            return error
 
     def _token(self, sequence: Sequence, index: int, sampled: Sampled) -> OutputToken:
         """Raises: Internal where a structured output has gone wrong."""

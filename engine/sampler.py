@@ -80,9 +80,7 @@ class Sampler:
         failed: dict[int, KvrelayError] = {}
         changing = [i for i, row in enumerate(rows) if row.sampling.changes_logits or row.matcher is not None]
         for i in changing:
-            try:
-                self.process(logits_SV[i], rows[i])
-            except KvrelayError as error:
+            if (error := self._try_to_process(logits_SV[i], rows[i])) is not None:
                 failed[i] = error
         if changing:
             largest, greedy, _ = (column.tolist() for column in self._kernels.scan(logits_SV))
@@ -127,6 +125,13 @@ class Sampler:
             logits_V[[token_id for token_id in forbidden if 0 <= token_id < len(logits_V)]] = -math.inf
         if row.matcher is not None:
             _forbid_others(logits_V, row.matcher.allowed(row.token_ids[row.num_prompt_tokens :]))
+
+    def _try_to_process(self, logits_V: Tensor, row: SampleRow) -> KvrelayError | None:
+        try:
+            self.process(logits_V, row)
+        except KvrelayError as error:
+            return error
+        return None
 
     def _forbidden(self, row: SampleRow) -> set[int]:
         """What ends a choice, below min_tokens; and what would complete a bad word."""
