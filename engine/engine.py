@@ -152,7 +152,6 @@ class Engine:
     def _take(self, item: Scheduled, result: RowResult) -> RowOutput:
         sequence = item.sequence
         tokens = result if isinstance(result, KvrelayError) else self._tokens(sequence, result.sampled)
-        tokens = result if isinstance(result, KvrelayError) else self._tokens(sequence, result.sampled)
         if isinstance(tokens, KvrelayError):
             self.scheduler.abort(sequence)
             return RowOutput(sequence, item.start, item.end, error=tokens)

@@ -126,15 +126,10 @@ def read_sampling(
 def _read_structured_output(message: inference_pb2.SamplingParams) -> StructuredOutput:
     """Raises: InvalidArgument. What the form says is looked at where it is compiled."""
     asked = message.structured_output
-    match asked.WhichOneof("form"):
-        case None:
-            raise InvalidArgument("structured_output", None, "unknown")
-        case "json_object":
-            return StructuredOutput.json_object()
-        case "choice":
-            return StructuredOutput.choice(asked.choice.choices)
-        case kind:
-            return StructuredOutput(kind=StructuredKind(kind), specification=getattr(asked, kind))
+    if (kind := asked.WhichOneof("form")) is None:
+        raise InvalidArgument("structured_output", None, "unknown")
+    text = asked.json_schema or asked.regex or asked.grammar  # those that are not set are empty
+    return StructuredOutput(kind=StructuredKind(kind), specification=text, choices=tuple(asked.choice.choices))
 
 
 def read_peers(message: node_pb2.Peers) -> tuple[Peer, ...]:

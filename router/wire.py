@@ -75,15 +75,10 @@ def _read_sampling(message: pb.SamplingParams) -> RawSampling:
 def _read_structured_output(message: pb.SamplingParams) -> StructuredOutput:
     """Raises: InvalidArgument where no form is set."""
     asked = message.structured_output
-    match asked.WhichOneof("form"):
-        case None:
-            raise InvalidArgument("structured_output", None, f"one of {', '.join(StructuredKind)} is needed")
-        case "json_object":
-            return StructuredOutput.json_object()
-        case "choice":
-            return StructuredOutput.choice(asked.choice.choices)
-        case kind:
-            return StructuredOutput(kind=StructuredKind(kind), specification=getattr(asked, kind))
+    if (kind := asked.WhichOneof("form")) is None:
+        raise InvalidArgument("structured_output", None, f"one of {', '.join(StructuredKind)} is needed")
+    text = asked.json_schema or asked.regex or asked.grammar  # those that are not set are empty
+    return StructuredOutput(kind=StructuredKind(kind), specification=text, choices=tuple(asked.choice.choices))
 
 
 def write_output(request_id: str, output: Output) -> pb.GenerateResponse:

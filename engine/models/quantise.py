@@ -91,8 +91,7 @@ def _fit4(groups: Tensor, narrow: torch.dtype) -> Fit:
         new_scale = torch.where(spread > 0, slope, 0 * span).to(narrow).float()
         new_minimum = ((total - new_scale * sum_codes) / GROUP).to(narrow).float()
         new_codes = _codes4(groups, new_scale, new_minimum)
-        error = (new_codes * new_scale).add_(new_minimum).sub_(groups).square_()
-        error = _sum(error)
+        error = _sum((new_codes * new_scale).add_(new_minimum).sub_(groups).square_())
         worse = error >= least_error
         codes = torch.where(worse, codes, new_codes)
         scale, minimum = torch.where(worse, scale, new_scale), torch.where(worse, minimum, new_minimum)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import peer_process
 from support.connector import Side, assert_no_threads, handover, needs_ucx, wait_until
-from support.peer_process import COMMON, DIGEST, FOREVER, KEY, LAYOUT, NUM_TOKENS, UNLIKE, make_region
+from support.peer_process import COMMON, DIGEST, FOREVER, KEY, LAYOUT, NUM_TOKENS, UNLIKE, make_offer, make_region
 
 from kvrelay.connector.base import (
     Expectation,
@@ -20,7 +20,6 @@ from kvrelay.connector.base import (
     GrantedRange,
     GrantPlan,
     Landed,
-    Offer,
     Offered,
     Quarantined,
     Released,
@@ -66,19 +65,6 @@ def make_prefill_side(transport, epoch):
     return p
 
 
-def offer(p, peer_epoch, key=KEY):
-    p.connector.offer(
-        Offer(
-            key=key,
-            peer_epoch=peer_epoch,
-            num_tokens=NUM_TOKENS,
-            token_digest=DIGEST,
-            block_ids=tuple(range(10)),
-            deadline=FOREVER,
-        )
-    )
-
-
 def expect_and_grant(d, peer_epoch, layout, key=KEY):
     d.connector.expect(
         Expectation(key=key, peer_epoch=peer_epoch, num_tokens=NUM_TOKENS, token_digest=DIGEST, deadline=FOREVER)
@@ -100,6 +86,16 @@ def decode_side(transport, layout=LAYOUT):
     assert_no_threads()
 
 
+def kill(side, child, reasons):
+    """The other half, in the middle of its transfer; `side` knows at once, and holds nothing of it."""
+    child.kill()
+    killed_at = time.monotonic()
+    assert side.wait(Failed, KEY).reason in reasons
+    side.wait(Released, KEY)
+    side.wait(SessionLost)
+    assert time.monotonic() - killed_at < AT_ONCE_S
+
+
 def hand_off(p, d, p_epoch, d_epoch, layout):
     """A whole transfer between these two, into the blocks of the one before; after it nothing is held."""
     key = RequestKey("next", 0)
@@ -109,7 +105,7 @@ def hand_off(p, d, p_epoch, d_epoch, layout):
     p.connector.connect(d_epoch, d.connector.address())
     p.wait(SessionUp)
     d.wait(SessionUp)
-    offer(p, d_epoch, key)
+    p.connector.offer(make_offer(d_epoch, key))
     expect_and_grant(d, p_epoch, layout, key)
     p.connector.push(key, TokenRange(0, NUM_TOKENS))
     p.connector.commit(key, handover())
@@ -127,12 +123,7 @@ def hand_off(p, d, p_epoch, d_epoch, layout):
 def test_a_killed_prefill_node_is_noticed_at_once_and_its_transfer_ended(transport):
     """B06."""
     with decode_side(transport) as (d, child):
-        child.kill()
-        killed_at = time.monotonic()
-        assert d.wait(Failed, KEY).reason in (FailReason.PEER_LOST, FailReason.DATA_FAILED)
-        d.wait(Released, KEY)
-        d.wait(SessionLost)
-        assert time.monotonic() - killed_at < AT_ONCE_S
+        kill(d, child, (FailReason.PEER_LOST, FailReason.DATA_FAILED))
         assert d.region[:5].all()  # what P had written
         assert not d.region[5:].any()
 
@@ -171,15 +162,10 @@ def test_a_killed_decode_node_is_noticed_at_once_and_its_transfer_ended(transpor
     with process(transport, "decode", "d", "p") as child:
         p.connector.connect("d", child.stdout.readline().strip())
         p.wait(SessionUp)
-        offer(p, "d")
+        p.connector.offer(make_offer("d"))
         p.connector.push(KEY, TokenRange(0, 20))
         wait_until(lambda: p.connector.statistics().num_bytes == 5 * LAYOUT.block_bytes)
-        child.kill()
-        killed_at = time.monotonic()
-        assert p.wait(Failed, KEY).reason in (FailReason.PEER_LOST, "WRITE_FAILED")
-        p.wait(Released, KEY)
-        p.wait(SessionLost)
-        assert time.monotonic() - killed_at < AT_ONCE_S
+        kill(p, child, (FailReason.PEER_LOST, "WRITE_FAILED"))
     p.connector.close()
     assert_no_threads()
 
@@ -187,12 +173,7 @@ def test_a_killed_decode_node_is_noticed_at_once_and_its_transfer_ended(transpor
 def test_a_killed_prefill_node_whose_blocks_are_unlike_ds_holds_none_of_them(transport):
     """B06: killed between two of D's blocks, which it makes of its own; the next P writes into the same ones."""
     with decode_side(transport, UNLIKE) as (d, child):
-        child.kill()
-        killed_at = time.monotonic()
-        assert d.wait(Failed, KEY).reason in (FailReason.PEER_LOST, FailReason.DATA_FAILED)
-        d.wait(Released, KEY)
-        d.wait(SessionLost)
-        assert time.monotonic() - killed_at < AT_ONCE_S
+        kill(d, child, (FailReason.PEER_LOST, FailReason.DATA_FAILED))
         assert d.region[:2].all()  # the 16 tokens of which whole blocks of D can be made
         assert not d.region[2:].any()
         p = make_prefill_side(transport, "p2")
@@ -206,15 +187,10 @@ def test_a_killed_decode_node_whose_blocks_are_unlike_ps_holds_nothing_of_the_st
     with process(transport, "decode", "d", "p", "unlike") as child:
         p.connector.connect("d", child.stdout.readline().strip())
         p.wait(SessionUp)
-        offer(p, "d")
+        p.connector.offer(make_offer("d"))
         p.connector.push(KEY, TokenRange(0, 20))
         wait_until(lambda: p.connector.statistics().num_bytes == 2 * UNLIKE.block_bytes)
-        child.kill()
-        killed_at = time.monotonic()
-        assert p.wait(Failed, KEY).reason in (FailReason.PEER_LOST, "WRITE_FAILED")
-        p.wait(Released, KEY)
-        p.wait(SessionLost)
-        assert time.monotonic() - killed_at < AT_ONCE_S
+        kill(p, child, (FailReason.PEER_LOST, "WRITE_FAILED"))
     (staging,) = p.connector._stagings.values()
     assert staging.slots.num_free() == len(staging.staging)
     d = make_decode_side(transport, "d2", UNLIKE)

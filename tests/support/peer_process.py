@@ -49,22 +49,25 @@ def wait_for(connector, woken, kind):
         woken.wait()
 
 
+def make_offer(peer_epoch, key=KEY):
+    """Of all of P's blocks."""
+    return Offer(
+        key=key,
+        peer_epoch=peer_epoch,
+        num_tokens=NUM_TOKENS,
+        token_digest=DIGEST,
+        block_ids=tuple(range(10)),
+        deadline=FOREVER,
+    )
+
+
 def prefill(transport, epoch, peer_epoch, address):
     woken = threading.Event()
     region = np.ones((10, LAYOUT.block_bytes), np.uint8)
     sender = make_sender(region=region, epoch=epoch, wake_up=woken.set, transport=transport, **COMMON)
     sender.connect(peer_epoch, address)
     wait_for(sender, woken, SessionUp)
-    sender.offer(
-        Offer(
-            key=KEY,
-            peer_epoch=peer_epoch,
-            num_tokens=NUM_TOKENS,
-            token_digest=DIGEST,
-            block_ids=tuple(range(10)),
-            deadline=FOREVER,
-        )
-    )
+    sender.offer(make_offer(peer_epoch))
     sender.push(KEY, TokenRange(0, 20))
     return sender
 
